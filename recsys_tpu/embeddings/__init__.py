@@ -1,0 +1,1 @@
+"""Embedding tables: host-side preparation of ids, and table stacks with fused optimizers."""

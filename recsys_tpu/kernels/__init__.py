@@ -1,0 +1,1 @@
+"""Embedding kernels: pooled lookup, fused optimizer update, exchanges between chips."""
