@@ -11,7 +11,7 @@ shapes and no `scan`, and no kernel needs to check an id.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -36,8 +36,8 @@ class LookupBatch:
         sorted_bags    ``[N]`` bag of each occurrence; padding ``B``
         sorted_weights ``[N]`` float32, padding 0; None with `weights`
         segments       ``[N]`` index into `unique_rows` of each occurrence, ascending; padding ``U``
-        order          ``[N]`` position in `rows` of each occurrence: ``rows[order] == unique_rows[segments]``;
-                       padding ``N - 1``
+        order          ``[N]`` position in `rows` of each occurrence, so that
+                       ``rows[order] == unique_rows[segments]``; padding ``N - 1``
     Counts:
         counts  ``[2]`` number of valid ids, number of unique rows
     """
@@ -54,6 +54,15 @@ class LookupBatch:
     segments: Tensor
     order: Tensor
     counts: Tensor
+
+    def per_id(self) -> LookupBatch:
+        """The same ids with every position its own bag: what updates after a sequence lookup.
+
+        The gradient is then ``[N, dim]``.  Only the backward fields and `rows` are meaningful.
+        """
+        return replace(
+            self, num_bags=self.rows.shape[0], weights=None, sorted_weights=None, sorted_bags=self.order
+        )
 
 
 class Optimizer(enum.Enum):
