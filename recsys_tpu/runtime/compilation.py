@@ -1,0 +1,165 @@
+"""torch.compile for every device, and the watch that no step recompiles once warm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from recsys_tpu.runtime.settings import DeviceKind
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+log = logging.getLogger(__name__)
+
+
+class CompilerMissingError(RuntimeError):
+    """torch.compile on the CPU needs a C++ compiler and found none."""
+
+
+def compile_for(kind: DeviceKind, function: Function) -> Function:
+    """`function` (or module) under torch.compile with static shapes, for devices of `kind`.
+
+    On the CPU the backend is inductor, named outright because torch_tpu, where loaded, makes another
+    the default.
+
+    Raises:
+        CompilerMissingError: no C++ compiler on a CPU run.
+    """
+    if kind == "cpu":
+        _require_cpp_compiler()
+        return torch.compile(function, backend="inductor", dynamic=False)
+    return torch.compile(function, dynamic=False)
+
+
+def _require_cpp_compiler() -> None:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise CompilerMissingError(
+            "torch.compile on the CPU builds C++ and found no compiler: install g++ or clang++ "
+            "(or name one in CXX), or set runtime.compile=false to run the dense towers eagerly"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One compilation that happened while the run was under way."""
+
+    step: int
+    """The step in which it happened, counted from 1."""
+    function: str
+    """`name (file:line)` of what was compiled; "device program" for an XLA compilation alone."""
+    cause: str
+    """`first`, `shape`, `dtype`, `guard`, `graph break` or `device program`."""
+    detail: str
+    """The guard that failed, as Dynamo words it."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.function} compiled, cause {self.cause}: {self.detail or 'no detail'}"
+
+
+class CompileWatch:
+    """Counts compilations step by step; those after the warm-up are faults and are warned about.
+
+    Args:
+        warmup_steps: steps in which compilation is expected.
+        device_compilations: how many programs the device's own compiler has built so far, where that can
+            be asked (the emulated device).  It catches eager operators that meet a new shape, which
+            Dynamo does not see.
+    """
+
+    def __init__(self, warmup_steps: int, device_compilations: Callable[[], int] | None = None) -> None:
+        self.warmup_steps = warmup_steps
+        self.warmup: list[Compilation] = []
+        self.after_warmup: list[Compilation] = []
+        self.first_step_compile_s = 0.0
+        self._step = 0
+        self._device_compilations = device_compilations
+        self._device_count = device_compilations() if device_compilations else 0
+        self._last_seen = _last(_dynamo_records())
+        self._graph_breaks = _graph_break_reasons()
+        self._functions: dict[str | None, str] = {}
+
+    def step_done(self) -> list[Compilation]:
+        """Call after each step; returns (and warns about) compilations after the warm-up."""
+        self._step += 1
+        found = self._new_dynamo() + self._new_graph_breaks()
+        found += self._new_device_programs(any_dynamo=bool(found))
+        if self._step == 1:
+            self.first_step_compile_s = sum(c.seconds for c in found)
+        if self._step <= self.warmup_steps:
+            self.warmup += found
+            return []
+        for compilation in found:
+            log.warning("compilation after warm-up: %s", compilation)
+        self.after_warmup += found
+        return found
+
+    def _new_dynamo(self) -> list[Compilation]:
+        records = _dynamo_records()
+        fresh = []
+        for record in reversed(records):
+            if record is self._last_seen:
+                break
+            fresh.append(record)
+        self._last_seen = _last(records)
+        return [self._from_record(record) for record in reversed(fresh)]
+
+    def _from_record(self, record: Any) -> Compilation:
+        reason = record.recompile_reason or ""
+        if record.co_name is None:  # a backward is compiled later, under the id of its forward
+            where = f"backward of {self._functions.get(record.compile_id, 'an earlier graph')}"
+        else:
+            where = f"{record.co_name} ({record.co_filename}:{record.co_firstlineno})"
+            self._functions[record.compile_id] = where
+        seconds = (record.duration_us or 0) / 1e6
+        return Compilation(self._step, where, _cause(reason), reason, seconds)
+
+    def _new_graph_breaks(self) -> list[Compilation]:
+        reasons = _graph_break_reasons()
+        new = [r for r, count in reasons.items() if count > self._graph_breaks.get(r, 0)]
+        self._graph_breaks = reasons
+        return [Compilation(self._step, "torch.compile", "graph break", r, 0.0) for r in new]
+
+    def _new_device_programs(self, *, any_dynamo: bool) -> list[Compilation]:
+        if self._device_compilations is None:
+            return []
+        count = self._device_compilations()
+        new, self._device_count = count - self._device_count, count
+        if new == 0 or any_dynamo:  # a Dynamo compilation explains them
+            return []
+        detail = f"{new} programs: an operator outside torch.compile met a new shape or dtype"
+        return [Compilation(self._step, "device program", "device program", detail, 0.0)]
+
+
+def _dynamo_records() -> list[Any]:
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return get_compilation_metrics()
+
+
+def _last(records: list[Any]) -> Any:
+    return records[-1] if records else None
+
+
+def _graph_break_reasons() -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def _cause(reason: str) -> str:
+    if not reason:
+        return "first"
+    if "dtype mismatch" in reason:
+        return "dtype"
+    if "size mismatch" in reason or "stride mismatch" in reason or "rank mismatch" in reason:
+        return "shape"
+    return "guard"
