@@ -1,0 +1,169 @@
+"""Command line: ``python -m recsys_tpu.data.criteo preprocess --input 'day_*.gz' --output DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from recsys_tpu.data.criteo.pool import WorkerDied
+from recsys_tpu.data.criteo.preprocess import preprocess
+from recsys_tpu.data.criteo.recipe import ROW_GROUP_ROWS, ROW_GROUPS_PER_PART, Hashed, Recipe, Vocabulary
+from recsys_tpu.data.criteo.schema import MLPERF_NUM_EMBEDDINGS, SPARSE_FEATURES
+from recsys_tpu.data.criteo.splits import LastDay
+
+_EXAMPLES = """examples:
+  # Kaggle, hashed into tables of 100,000 rows, split by the published protocol
+  python -m recsys_tpu.data.criteo preprocess --input train.txt --output kaggle \\
+      --recipe hashed --num-embeddings 100000 --split kaggle
+  # 1TB, the table sizes of MLPerf
+  python -m recsys_tpu.data.criteo preprocess --input 'day_*.gz' --output 1tb \\
+      --recipe hashed --num-embeddings mlperf --split 1tb
+  # a vocabulary of the hashes seen at least 10 times in the first 70,000 rows
+  python -m recsys_tpu.data.criteo preprocess --input head80k.txt.gz --output sample \\
+      --recipe vocabulary --min-count 10 --split train=1-70000 --split test=70001-
+"""
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 on an error, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        preprocess(
+            options.input,
+            options.output,
+            _recipe(options),
+            jobs=options.jobs,
+            max_bad=_max_bad(options),
+            console=Console(stderr=True, soft_wrap=True),
+        )
+    except (ValueError, WorkerDied) as error:
+        return _fail(str(error))
+    except OSError as error:
+        if error.errno in _FULL_DISK:
+            return _fail(
+                f"no space left for {options.output} ({error.strerror}); free some or move the directory, "
+                "then run the same command again: it continues with what is finished"
+            )
+        return _fail(f"{error.filename or options.output}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        _fail("interrupted; run the same command again to continue")
+        return 130
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recsys_tpu.data.criteo", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "preprocess",
+        help="turn Criteo logs into Parquet files of ids",
+        description="Turn Criteo logs (Kaggle or 1TB, plain or gzip) into Parquet files of ids. A run that "
+        "was killed continues when the same command is given again.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="files or quoted patterns, in order")
+    add("--output", type=Path, required=True, metavar="DIR", help="directory to write or to continue")
+    add("--recipe", choices=["hashed", "vocabulary"], required=True, help="how a hash becomes an id")
+    add(
+        "--num-embeddings",
+        metavar="N|N1,...,N26|mlperf",
+        help="hashed: table size of all features, of each, or those of MLPerf's DLRM-DCNv2",
+    )
+    add(
+        "--min-count", type=int, metavar="N", help="vocabulary: keep hashes seen so often in train (BARS: 10)"
+    )
+    add(
+        "--split",
+        action="append",
+        default=[],
+        metavar="kaggle|1tb|NAME=FIRST-LAST",
+        help="the published protocol, or rows from 1 over all files, once per split; default: all rows train",
+    )
+    add(
+        "--last-day",
+        type=LastDay,
+        choices=list(LastDay),
+        default=LastDay.VAL_FIRST,
+        help="order of the last day's halves: TorchRec and MLPerf val-first (default), dlrm test-first",
+    )
+    add("--unlabeled", action="store_true", help="lines of 39 fields, such as Kaggle's test.txt; label is -1")
+    add("--on-bad-row", choices=["error", "skip"], default="error", help="default: error")
+    add("--max-bad", type=int, metavar="N", help="with skip: more bad rows than this are an error")
+    add(
+        "--jobs",
+        type=int,
+        default=_cores(),
+        metavar="N",
+        help="worker processes (default: cores, %(default)s)",
+    )
+    add("--row-group-rows", type=int, default=ROW_GROUP_ROWS, metavar="N", help="default: %(default)s")
+    add(
+        "--rows-per-part",
+        type=int,
+        metavar="N",
+        help=f"source rows per output file (default: {ROW_GROUPS_PER_PART} row groups)",
+    )
+    add("--compression", choices=["zstd", "snappy", "lz4"], default="zstd", help="default: %(default)s")
+    return parser
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    return Recipe(
+        ids=_ids(options),
+        splits=tuple(options.split),
+        last_day=options.last_day,
+        labelled=not options.unlabeled,
+        row_group_rows=options.row_group_rows,
+        rows_per_part=options.rows_per_part or options.row_group_rows * ROW_GROUPS_PER_PART,
+        compression=options.compression,
+    )
+
+
+def _ids(options: argparse.Namespace) -> Hashed | Vocabulary:
+    if options.recipe == "vocabulary":
+        if options.min_count is None or options.num_embeddings is not None:
+            raise ValueError("--recipe vocabulary: give --min-count (and no --num-embeddings)")
+        return Vocabulary(options.min_count)
+    if options.num_embeddings is None or options.min_count is not None:
+        raise ValueError("--recipe hashed: give --num-embeddings (and no --min-count)")
+    if options.num_embeddings == "mlperf":
+        return Hashed(MLPERF_NUM_EMBEDDINGS)
+    try:
+        sizes = tuple(int(size) for size in options.num_embeddings.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--num-embeddings {options.num_embeddings}: must be a number, "
+            f"{len(SPARSE_FEATURES)} of them with commas, or mlperf"
+        ) from None
+    return Hashed(sizes * len(SPARSE_FEATURES) if len(sizes) == 1 else sizes)
+
+
+def _max_bad(options: argparse.Namespace) -> int | None:
+    if (options.on_bad_row == "skip") != (options.max_bad is not None):
+        raise ValueError("--on-bad-row skip and --max-bad N go together: say how many rows may be skipped")
+    if options.max_bad is not None and options.max_bad < 0:
+        raise ValueError(f"--max-bad {options.max_bad}: must be 0 or more")
+    assert options.max_bad is None or isinstance(options.max_bad, int)
+    return options.max_bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())
