@@ -1,7 +1,8 @@
 """The fused optimizers: what each keeps, and its formula, written once for every implementation.
 
 The formulas work on anything with array arithmetic (torch, jax, or the lanes of a SparseCore
-register): `math` is the module or object with its `sqrt` and `where`.  They come in two halves, because a kernel sees a row in pieces:
+register): `math` is what holds its `sqrt` and `where`.  They come in two halves, because a kernel sees a
+row in pieces:
 `row_terms` needs one number of the whole row (the sum of squares of its gradient), `update_elements`
 is elementwise.
 
