@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,8 +31,8 @@ def compile_for(kind: DeviceKind, function: Function) -> Function:
     """
     if kind == "cpu":
         _require_cpp_compiler()
-        return torch.compile(function, backend="inductor", dynamic=False)
-    return torch.compile(function, dynamic=False)
+        return cast(Function, torch.compile(function, backend="inductor", dynamic=False))
+    return cast(Function, torch.compile(function, dynamic=False))
 
 
 def _require_cpp_compiler() -> None:
