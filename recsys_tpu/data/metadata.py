@@ -15,13 +15,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from recsys_tpu.errors import UserError
+
 METADATA_FILE = "metadata.json"
 
 _Count = Annotated[int, Field(ge=0, strict=True)]
 _TableSize = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 
 
-class DatasetError(ValueError):
+class DatasetError(UserError, ValueError):
     """A preprocessed data directory is missing, unfinished, damaged or does not fit the model."""
 
 

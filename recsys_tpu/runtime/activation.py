@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from recsys_tpu.errors import UserError
 from recsys_tpu.runtime.settings import CompileCacheConfig, DeviceChoice, DeviceKind
 
 _GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -26,7 +27,7 @@ _PCI_ROOT = Path("/sys/bus/pci/devices")
 _active: DeviceKind | None = None
 
 
-class ActivationError(RuntimeError):
+class ActivationError(UserError, RuntimeError):
     """The device cannot be activated (any more) in this process; the message says what to do."""
 
 
@@ -82,6 +83,9 @@ def activate(device: DeviceChoice = "auto", *, compile_cache: CompileCacheConfig
         return kind
     _refuse_if_too_late(kind)
     _set_cache_environment(compile_cache or CompileCacheConfig())
+    # OpenMP workers that spin while they wait take the cores from other ranks and from the reader
+    # (seen: a step 10 times slower on two busy cores); libgomp reads this once, when torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if kind == "cpu":
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     elif kind == "tpu":

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from recsys_tpu.errors import UserError
 from recsys_tpu.runtime.settings import DeviceKind
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -16,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 
-class CompilerMissingError(RuntimeError):
+class CompilerMissingError(UserError, RuntimeError):
     """torch.compile on the CPU needs a C++ compiler and found none."""
 
 

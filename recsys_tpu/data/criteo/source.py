@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from recsys_tpu.errors import UserError
+
 READ_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
 INDEX_LINES = 65_536  # one stored byte offset per so many lines of a plain file
@@ -25,7 +27,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _NEWLINE = b"\n"
 
 
-class SourceError(ValueError):
+class SourceError(UserError, ValueError):
     """A source file can't be read as a Criteo log; the message names the file, the line and what to do."""
 
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from recsys_tpu.errors import UserError
+
 SPLIT_NAMES = ("train", "val", "test")
 _KAGGLE_DAYS = 7
 _TERABYTE_DAYS = 24
@@ -39,7 +41,7 @@ class RowRange:
         return self.last - self.first + 1
 
 
-class SplitError(ValueError):
+class SplitError(UserError, ValueError):
     """A --split that makes no sense for these files."""
 
 

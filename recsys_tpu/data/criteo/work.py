@@ -21,9 +21,10 @@ from recsys_tpu.data.criteo.source import INDEX_LINES, LineStream, SourceError, 
 from recsys_tpu.data.criteo.vocabulary import HashCounter, Run
 from recsys_tpu.data.criteo.workspace import Workspace
 from recsys_tpu.data.criteo.writer import PartWriter
+from recsys_tpu.errors import UserError
 
 
-class BadRowError(ValueError):
+class BadRowError(UserError, ValueError):
     """A row is not valid, or more rows than allowed are not; names file, line and what to do."""
 
 

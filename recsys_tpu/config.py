@@ -1,0 +1,273 @@
+"""The typed config of a run: YAML file, dotted overrides, one error message for all that is wrong.
+
+No torch is imported here: the config says which device to activate, and that must happen first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from recsys_tpu.data.synthetic import SyntheticLog
+from recsys_tpu.errors import ConfigError
+from recsys_tpu.runtime.settings import RuntimeConfig
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are not coerced across kinds."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class RunConfig(Section):
+    """Where a run writes and what decides its random numbers."""
+
+    name: str = Field("dlrm", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: Path = Path("runs")
+    seed: int = Field(1, ge=0)
+
+    @property
+    def directory(self) -> Path:
+        """The run's own folder."""
+        return self.output_dir / self.name
+
+
+class DataConfig(Section):
+    """Which log to train on, and how it is read."""
+
+    kind: Literal["synthetic", "criteo_sample", "parquet"] = "synthetic"
+    path: Path | None = Field(
+        None,
+        description="parquet: the directory that preprocess wrote; criteo_sample: the folder of the sample "
+        "(default $RECSYS_TPU_DATA/criteo)",
+    )
+    cache_dir: Path = Path("data-cache")
+    synthetic: SyntheticLog = SyntheticLog()
+    min_count: PositiveInt = Field(
+        4, description="criteo_sample: categories seen less often in train share one id per feature"
+    )
+    shuffle: bool = True
+    shuffle_row_groups: PositiveInt = Field(4, description="row groups shuffled together in one window")
+    lanes: PositiveInt = Field(
+        8, description="independent streams that make up a global batch; the world size must divide it"
+    )
+    prefetch_batches: PositiveInt = 4
+
+    @model_validator(mode="after")
+    def _path_for_parquet(self) -> DataConfig:
+        if self.kind == "parquet" and self.path is None:
+            raise ValueError("data.kind=parquet needs data.path, the directory that preprocess wrote")
+        return self
+
+
+class ModelConfig(Section):
+    """DLRM (arXiv:1906.00091): bottom MLP, pairwise dot interaction, over MLP."""
+
+    kind: Literal["dlrm"] = "dlrm"
+    embedding_dim: PositiveInt = 16
+    bottom_mlp: list[PositiveInt] = Field(
+        default_factory=lambda: [128, 64], description="hidden layers; embedding_dim follows"
+    )
+    over_mlp: list[PositiveInt] = Field(
+        default_factory=lambda: [256, 128], description="hidden layers; the single logit follows"
+    )
+    num_embeddings: dict[str, PositiveInt] | None = Field(
+        None, description="rows of each table, by feature; default: as many as the data needs"
+    )
+
+
+class DenseOptimizerConfig(Section):
+    """Optimizer of the dense towers."""
+
+    kind: Literal["adamw", "adagrad", "sgd"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
+    eps: PositiveFloat = 1e-8
+    momentum: Probability = 0.0
+
+    @model_validator(mode="after")
+    def _momentum_is_for_sgd(self) -> DenseOptimizerConfig:
+        if self.momentum and self.kind != "sgd":
+            raise ValueError("momentum is used by kind=sgd only")
+        return self
+
+
+class SparseOptimizerConfig(Section):
+    """Optimizer fused into the backward of the embedding tables."""
+
+    kind: Literal["rowwise_adagrad", "adagrad", "sgd"] = "rowwise_adagrad"
+    learning_rate: PositiveFloat = 0.02
+    eps: PositiveFloat = 1e-8
+
+
+class ScheduleConfig(Section):
+    """Linear warm-up, constant, then polynomial decay; the factor multiplies every learning rate."""
+
+    warmup_steps: int = Field(0, ge=0)
+    decay_start_step: int | None = Field(None, ge=0, description="None: no decay")
+    decay_steps: int | None = Field(None, gt=0, description="None: until the last step of training")
+    decay_power: PositiveFloat = 2.0
+    min_factor: Probability = 1e-7
+
+
+class OptimizerConfig(Section):
+    dense: DenseOptimizerConfig = DenseOptimizerConfig()
+    sparse: SparseOptimizerConfig = SparseOptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class TrainConfig(Section):
+    """How long to train, and what to write on the way. Steps are optimizer steps of the global batch."""
+
+    batch_size: PositiveInt = Field(2048, description="global batch: samples per step over all ranks")
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    log_every: PositiveInt = 20
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: at the end only")
+    eval_batch_size: PositiveInt = 8192
+    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: at the end only")
+    keep_checkpoints: PositiveInt = 3
+    resume: str = Field("never", description="never, auto (newest of this run) or a checkpoint's path")
+    baselines: bool = Field(
+        False, description="fit a logistic regression and a constant on the same split, in the same report"
+    )
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _lanes_divide_batches(self) -> Config:
+        for name in ("batch_size", "eval_batch_size"):
+            size = getattr(self.train, name)
+            if size % self.data.lanes:
+                raise ValueError(f"train.{name}={size} must be a multiple of data.lanes={self.data.lanes}")
+        return self
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path` (YAML), apply ``section.key=value`` overrides, check all of it.
+
+    Values of overrides are YAML: ``train.resume=auto``, ``model.over_mlp=[64,32]``.
+
+    Raises:
+        ConfigError: the file is missing or not a YAML mapping, a key does not exist (the message gives
+            the nearest one that does), or a value has the wrong type or range.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such config file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of sections, found {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path)) from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def sample_data_path(config: DataConfig) -> Path:
+    """Folder of the Criteo sample: ``data.path``, else ``$RECSYS_TPU_DATA/criteo``.
+
+    Raises:
+        ConfigError: neither is set.
+    """
+    if config.path is not None:
+        return config.path
+    root = os.environ.get("RECSYS_TPU_DATA")
+    if not root:
+        raise ConfigError(
+            "the Criteo sample was not found: set data.path=FOLDER or the environment variable "
+            "RECSYS_TPU_DATA=PARENT-FOLDER (docs/data.md says how to get the data)"
+        )
+    return Path(root) / "criteo"
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: expected section.key=value, e.g. train.max_steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is not a section")
+        node = child
+    node[last] = value
+
+
+def _explain(error: ValidationError, path: Path) -> str:
+    lines = []
+    for item in error.errors():
+        location = ".".join(str(part) for part in item["loc"]) or "config"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{location}: no such key{_nearest(item['loc'])}")
+        else:
+            lines.append(
+                f"{location}: {item['msg']} (found {item['input']!r})" if item["loc"] else item["msg"]
+            )
+    return f"{path}: " + "\n  ".join(["the config has errors:", *lines])
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    model: type[BaseModel] | None = Config
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part)) if model else None
+        annotation = field.annotation if field else None
+        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    if model is None:
+        return ""
+    names = list(model.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    everywhere = difflib.get_close_matches(str(location[-1]), _all_keys(Config, ""), n=1, cutoff=0.6)
+    hint = f"; did you mean {everywhere[0]!r}?" if everywhere else ""
+    return f"{hint or '; valid here: ' + ', '.join(names)}"
+
+
+def _all_keys(model: type[BaseModel], prefix: str) -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += _all_keys(annotation, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
