@@ -1,0 +1,1 @@
+"""Recommendation models on TorchRec collections; they know nothing of devices or ranks."""

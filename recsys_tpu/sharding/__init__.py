@@ -1,0 +1,1 @@
+"""Sharding of embedding tables over ranks."""
