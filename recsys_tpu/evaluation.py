@@ -1,0 +1,47 @@
+"""Predictions of a model over a whole split, gathered from every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recsys_tpu.data.reader import ParquetReader
+from recsys_tpu.metrics import ClickMetrics, click_metrics
+from recsys_tpu.runtime import Runtime
+
+
+def evaluate(model: nn.Module, reader: ParquetReader, runtime: Runtime) -> ClickMetrics:
+    """Metrics over every row of the reader's split; collective, the same result on all ranks.
+
+    Raises:
+        DatasetError: the split has only one class.
+    """
+    labels, logits = predict(model, reader, runtime)
+    return click_metrics(labels, logits)
+
+
+def predict(
+    model: nn.Module, reader: ParquetReader, runtime: Runtime
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """(labels, logits) ``[rows]`` of the split, padding left out; collective."""
+    was_training = model.training
+    model.eval()
+    collected = []
+    with torch.no_grad():
+        for batch in reader.epoch(0):
+            on_device = batch.dense_to(runtime.device)
+            with runtime.autocast():
+                logits = model(on_device.dense, on_device.sparse)
+            collected.append(torch.stack([batch.labels, logits.float().cpu(), batch.weights]))
+    model.train(was_training)
+    local = torch.cat(collected, dim=1)
+    # every rank has the same number of equal batches, so the pieces are of one size
+    pieces = [torch.empty_like(local) for _ in range(runtime.world_size)]
+    dist.all_gather(pieces, local)
+    everything = torch.cat(pieces, dim=1)
+    labels, predictions, weights = everything.numpy()
+    valid = weights > 0
+    return labels[valid], predictions[valid]

@@ -1,0 +1,81 @@
+"""What a run says: a progress bar, `metrics.jsonl` and TensorBoard. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+
+class RunLog:
+    """One per process; on ranks other than 0 every call does nothing."""
+
+    def __init__(self, directory: Path, *, rank: int) -> None:
+        self._active = rank == 0
+        self.console = Console(quiet=not self._active, highlight=False)
+        if not self._active:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self._jsonl = (directory / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._board = SummaryWriter(str(directory / "tensorboard"))
+        self._progress: Progress | None = None
+
+    def start_progress(self, *, total: int, done: int) -> None:
+        """Show the bar; on a terminal it moves, elsewhere lines are printed by `train_step`."""
+        if self._active and self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[rate]:,.0f} samples/s"),
+                TimeRemainingColumn(),
+                TextColumn("loss {task.fields[loss]:.5f}"),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("train", total=total, completed=done, rate=0.0, loss=0.0)
+            self._progress.start()
+
+    def stop_progress(self) -> None:
+        if self._active and self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def message(self, text: Any) -> None:
+        """Print a line (or a rich renderable) above the bar."""
+        if self._active:
+            self.console.print(text)
+
+    def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl and the numbers to TensorBoard."""
+        if not self._active:
+            return
+        self._jsonl.write(json.dumps({"event": kind, "step": step, "time": time.time(), **values}) + "\n")
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def train_steps(self, *, step: int, total: int, losses: list[float], values: dict[str, float]) -> None:
+        """Log the steps up to `step` (their losses in order) with rates and phase times."""
+        if not self._active:
+            return
+        self.event("train", step, {"loss": losses[-1], **values, "losses": losses})
+        rate = values["samples_per_second"]
+        if self._progress:
+            self._progress.update(self._task, completed=step, rate=rate, loss=losses[-1])
+            return
+        seconds = values["eta_seconds"]
+        self.console.print(
+            f"step {step:>6}/{total}  loss {losses[-1]:.5f}  {rate:>9,.0f} samples/s  "
+            f"eta {int(seconds) // 60}:{int(seconds) % 60:02}",
+        )
+
+    def close(self) -> None:
+        if self._active:
+            self.stop_progress()
+            self._jsonl.close()
+            self._board.close()

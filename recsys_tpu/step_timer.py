@@ -1,0 +1,50 @@
+"""Where a step's time goes: seconds per phase, averaged between two reports."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PHASES = ("data", "sparse_forward", "dense_forward", "backward", "optimizer")
+
+
+class StepTimer:
+    """Sums wall time per phase; `synchronize` waits for the device, so that a phase owns its work.
+
+    Waiting keeps a device from running ahead of the host, so on an asynchronous device only some steps
+    are timed: set `active` for them.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._steps = 0
+        self.active = True
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body as part of `name`; a phase entered inside another is taken out of the outer one."""
+        if not self.active:
+            yield
+            return
+        self._synchronize()
+        start = time.perf_counter()
+        inner_before = sum(self._seconds.values())
+        yield
+        self._synchronize()
+        inner = sum(self._seconds.values()) - inner_before
+        self._seconds[name] += time.perf_counter() - start - inner
+
+    def step_done(self) -> None:
+        """Count one step."""
+        self._steps += self.active
+
+    def report(self) -> dict[str, float]:
+        """Milliseconds per step by phase since the last report; starts over."""
+        steps = max(self._steps, 1)
+        result = {name: 1e3 * self._seconds.get(name, 0.0) / steps for name in PHASES}
+        self._seconds.clear()
+        self._steps = 0
+        return result
