@@ -36,8 +36,8 @@ def set_log_level() -> None:
 
 
 def filter_warnings() -> None:
-    """Ignore torch_tpu's notes on allocators and experimental interfaces, which a user cannot act on."""
-    warnings.filterwarnings("ignore", message="<TorchTpu/Performance/TcMalloc/>")
+    """Ignore torch_tpu's notes on a chip's performance and on experimental interfaces."""
+    warnings.filterwarnings("ignore", message="<TorchTpu/Performance/")
     warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage/ExperimentalApi/>")
 
 

@@ -72,9 +72,9 @@ def start(kind: DeviceKind, ranks: Ranks, *, timeout_s: float) -> dist.ProcessGr
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised already: close the earlier Runtime first")
     if kind == "tpu-emulated":
-        from recsys_tpu.emulation import process_group as emulated
+        from recsys_tpu.emulation.process_group import register
 
-        emulated.register()
+        register()
     if ranks.local_world_size == ranks.world_size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
