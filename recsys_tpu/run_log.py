@@ -17,7 +17,7 @@ class RunLog:
 
     def __init__(self, directory: Path, *, rank: int) -> None:
         self._active = rank == 0
-        self.console = Console(quiet=not self._active, highlight=False)
+        self.console = Console(quiet=not self._active, highlight=False, soft_wrap=True)
         if not self._active:
             return
         directory.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,8 @@ class StepTimer:
         self._synchronize = synchronize
         self._seconds: dict[str, float] = defaultdict(float)
         self._steps = 0
+        self._all_seconds: dict[str, float] = defaultdict(float)
+        self._all_steps = 0
         self.active = True
 
     @contextmanager
@@ -45,6 +47,13 @@ class StepTimer:
         """Milliseconds per step by phase since the last report; starts over."""
         steps = max(self._steps, 1)
         result = {name: 1e3 * self._seconds.get(name, 0.0) / steps for name in PHASES}
+        for name, seconds in self._seconds.items():
+            self._all_seconds[name] += seconds
+        self._all_steps += self._steps
         self._seconds.clear()
         self._steps = 0
         return result
+
+    def summary(self) -> dict[str, float]:
+        """Milliseconds per step by phase over all reports so far."""
+        return {name: 1e3 * self._all_seconds.get(name, 0.0) / max(self._all_steps, 1) for name in PHASES}

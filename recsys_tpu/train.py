@@ -7,6 +7,7 @@ from pathlib import Path
 
 from recsys_tpu.config import load_config
 from recsys_tpu.errors import run_command
+from recsys_tpu.quiet import quiet_libraries
 from recsys_tpu.runtime.activation import activate
 
 _EXAMPLES = """examples:
@@ -39,6 +40,8 @@ def main() -> None:
 
     from recsys_tpu.runtime import Runtime
     from recsys_tpu.trainer import Trainer
+
+    quiet_libraries()
 
     runtime = Runtime.start(config.runtime)
     try:

@@ -54,7 +54,7 @@ class Trainer:
         self.schedule = LearningRateSchedule(self.optimizer, config.optimizer.schedule, self.total_steps)
         self.store = CheckpointStore(self.directory / "checkpoints", keep=config.train.keep_checkpoints)
         self.timer = StepTimer(runtime.synchronize)
-        self.step = 0
+        self.step = self._first_step = 0
 
     def run(self) -> ClickMetrics:
         """Train to the last step (from a checkpoint if so configured) and report the test metrics.
@@ -67,6 +67,17 @@ class Trainer:
         self._resume()
         self._print_header()
         self._train()
+        metrics = self._evaluate()
+        self._report(metrics)
+        self._report_time()
+        return metrics
+
+    def evaluate_checkpoint(self, checkpoint: Path) -> ClickMetrics:
+        """Report the test metrics of a checkpoint's weights; nothing is trained or written."""
+        tensors = {"model": self.model.state_dict()}
+        load_tensors(checkpoint, tensors)
+        self.model.load_state_dict(tensors["model"])
+        self.step = read_trainer_state(checkpoint).step
         metrics = self._evaluate()
         self._report(metrics)
         return metrics
@@ -139,6 +150,7 @@ class Trainer:
 
     def _train(self) -> None:
         train = self.config.train
+        self._first_step = self.step
         self.log.start_progress(total=self.total_steps, done=self.step)
         losses: list[Tensor] = []
         started, logged = time.perf_counter(), self.step
@@ -173,7 +185,10 @@ class Trainer:
 
     def _train_step(self, batch: Batch) -> Tensor:
         """One optimizer step; returns this rank's share of the global mean loss (on the device)."""
-        self.timer.active = self.runtime.kind == "cpu" or self.step % self.config.train.log_every == 0
+        # the first step compiles; an asynchronous device is only waited for in some steps
+        self.timer.active = self.step != self._first_step and (
+            self.runtime.kind == "cpu" or self.step % self.config.train.log_every == 0
+        )
         self.schedule.apply(self.step)
         with self.timer.phase("optimizer"):
             self.optimizer.zero_grad()
@@ -216,6 +231,7 @@ class Trainer:
 
     def _evaluate(self) -> ClickMetrics:
         metrics = evaluate(self.model, self.test_reader, self.runtime)
+        self.runtime.compile_watch.expect_so_far()
         self.log.event("test", self.step, metrics.as_dict())
         self.log.message(
             f"step {self.step:>6}  test AUC {metrics.auc:.5f}  log loss {metrics.log_loss:.5f}  "
@@ -278,6 +294,25 @@ class Trainer:
         self.log.message(f"resumed from {checkpoint} at step {self.step}")
 
     # ---- reports
+
+    def _report_time(self) -> None:
+        phases = self.timer.summary()
+        watch = self.runtime.compile_watch
+        breakdown = ", ".join(f"{name} {value:.2f}" for name, value in phases.items())
+        self.log.message(f"ms a step: {breakdown} (the table update is part of backward)")
+        self.log.message(
+            f"compilation: {watch.first_step_compile_s:.1f} s in the first step, "
+            f"{len(watch.after_warmup)} recompilations after step {watch.warmup_steps}"
+        )
+        self.log.event(
+            "time",
+            self.step,
+            {
+                **{f"ms_{name}": value for name, value in phases.items()},
+                "first_step_compile_s": watch.first_step_compile_s,
+                "recompilations": len(watch.after_warmup),
+            },
+        )
 
     def _print_header(self) -> None:
         rows = sum(self.num_embeddings.values())

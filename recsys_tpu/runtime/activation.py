@@ -86,6 +86,8 @@ def activate(device: DeviceChoice = "auto", *, compile_cache: CompileCacheConfig
     # OpenMP workers that spin while they wait take the cores from other ranks and from the reader
     # (seen: a step 10 times slower on two busy cores); libgomp reads this once, when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # c10d's notices (no hooks, no device id) say nothing that a user can act on; errors are kept
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if kind == "cpu":
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     elif kind == "tpu":

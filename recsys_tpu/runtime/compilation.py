@@ -103,6 +103,13 @@ class CompileWatch:
         self.after_warmup += found
         return found
 
+    def expect_so_far(self) -> None:
+        """Compilations since the last step were expected: an evaluation has shapes of its own."""
+        self._last_seen = _last(_dynamo_records())
+        self._graph_breaks = _graph_break_reasons()
+        if self._device_compilations:
+            self._device_count = self._device_compilations()
+
     def _new_dynamo(self) -> list[Compilation]:
         records = _dynamo_records()
         fresh = []
