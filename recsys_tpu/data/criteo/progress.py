@@ -35,7 +35,7 @@ def phase(console: Console, name: str, total: int, *, unit: str, scale: int = 1)
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=total)
         yield lambda amount: progress.advance(task, amount)
     seconds = time.perf_counter() - started

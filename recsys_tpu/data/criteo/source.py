@@ -11,7 +11,7 @@ import glob
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -157,6 +157,11 @@ class LineStream:
         self._compressed = compressed
         self._source = self.blocks()
 
+    def close(self) -> None:
+        """Drop what was read ahead, which would stay until the garbage collector finds the cycle."""
+        self._source.close()
+        self._rest = b""
+
     def read(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
         """Blocks of the lines `first` to `last` (inclusive), each with the number of its first line.
 
@@ -186,7 +191,7 @@ class LineStream:
                 yield self._line + skipped, block[start:stop]
             self._line += wanted
 
-    def blocks(self) -> Iterator[bytes]:
+    def blocks(self) -> Generator[bytes, None, None]:
         """Blocks of whole lines, each ended by a newline, without the blank lines at the end of the file."""
         rest, line = b"", self._line
         try:

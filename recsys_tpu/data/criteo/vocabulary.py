@@ -97,7 +97,7 @@ def write_vocabulary(
         Number of hashes kept; the table needs ``FIRST_HASH_ID`` rows more.
     """
     kept = 0
-    temporary = table_file.with_suffix(".tmp")
+    temporary = hash_file.with_suffix(".tmp")  # where an unfinished run leaves no trace among the output
     with (
         hash_file.open("wb") as raw,
         pq.ParquetWriter(temporary, VOCABULARY_SCHEMA, compression="zstd") as table,

@@ -5,6 +5,7 @@ Both skip the parts that an earlier run finished and treat bad rows alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,14 @@ def encode(task: tuple[Job, Sequence[Part]], report: Report) -> None:
     def write(part: Part, blocks: Iterator[Rows], tally: Tally, bad: list[BadRow]) -> None:
         path = job.output / part.file
         path.parent.mkdir(parents=True, exist_ok=True)
-        with PartWriter(path, row_group_rows=recipe.row_group_rows, compression=recipe.compression) as writer:
+        temporary = workspace.root / "encode" / f"{part.key}.tmp"
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        with PartWriter(
+            path,
+            temporary=temporary,
+            row_group_rows=recipe.row_group_rows,
+            compression=recipe.compression,
+        ) as writer:
             for rows in blocks:
                 writer.add(
                     rows.labels,
@@ -146,9 +154,10 @@ def _for_each_part(
         stream = LineStream(
             source.path, file, line=line, compressed=source.offsets is None, read_bytes=job.block_bytes
         )
-        for part in todo:
-            tally, bad = Tally(), list[BadRow]()
-            handle(part, _parsed_rows(job, source, stream, part, tally, bad, report), tally, bad)
+        with contextlib.closing(stream):
+            for part in todo:
+                tally, bad = Tally(), list[BadRow]()
+                handle(part, _parsed_rows(job, source, stream, part, tally, bad, report), tally, bad)
 
 
 def _parsed_rows(

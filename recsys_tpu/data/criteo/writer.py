@@ -26,13 +26,14 @@ class PartWriter:
     """One Parquet file, gathered in a row group's worth of memory and renamed into place when complete.
 
     Use as a context manager: without an exception the file appears at `path`, otherwise nothing does.
+    `temporary` is where it is written before, in the same file system.
     """
 
-    def __init__(self, path: Path, *, row_group_rows: int, compression: str) -> None:
+    def __init__(self, path: Path, *, temporary: Path, row_group_rows: int, compression: str) -> None:
         self.rows = 0
         self.positives = 0
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._temporary = temporary
         self._labels = np.empty(row_group_rows, np.int8)
         self._dense = np.empty((len(DENSE_FEATURES), row_group_rows), np.float32)
         self._ids = np.empty((len(SPARSE_FEATURES), row_group_rows), np.int32)
@@ -56,6 +57,8 @@ class PartWriter:
                 os.fsync(self._file.fileno())
                 self._temporary.replace(self._path)
         finally:
+            # After an error Arrow's writer would write its footer when it is collected, and fail again.
+            self._writer.is_open = False
             try:
                 self._file.close()
             finally:
