@@ -1,0 +1,158 @@
+"""The Trainer on tiny logs, in process; launches with several ranks are in test_train_command.py."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recsys_tpu.config import Config
+from recsys_tpu.data.metadata import DatasetError
+from recsys_tpu.errors import TrainingDivergedError
+from recsys_tpu.runtime import Runtime
+from recsys_tpu.trainer import Trainer
+
+
+def tiny(tmp_path: Path, **changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "tiny", "output_dir": str(tmp_path / "runs")},
+        "runtime": {"device": "cpu", "compile": False},
+        "data": {
+            "cache_dir": str(tmp_path / "cache"),
+            "synthetic": {"train_rows": 6000, "test_rows": 3000, "num_embeddings": [40, 7, 300, 3]},
+        },
+        "model": {"embedding_dim": 8, "bottom_mlp": [16], "over_mlp": [16]},
+        "train": {"batch_size": 256, "eval_batch_size": 512, "log_every": 5, "max_steps": 20},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree.setdefault(section, {})[name] = value
+    return Config.model_validate(tree)
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Makes Trainers, each in its own Runtime; the one before is closed first."""
+    opened: list[Runtime | Trainer] = []
+
+    def close() -> None:
+        while opened:
+            opened.pop().close()
+
+    def make(config: Config) -> Trainer:
+        close()
+        runtime = Runtime.start(config.runtime)
+        opened.append(runtime)
+        trainer = Trainer(config, runtime)
+        opened.append(trainer)
+        return trainer
+
+    yield make
+    close()
+
+
+def events(config: Config, kind: str) -> list[dict[str, Any]]:
+    lines = (config.run.directory / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def losses(config: Config) -> list[float]:
+    return [loss for event in events(config, "train") for loss in event["losses"]]
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, value in trainer.model.state_dict().items():
+        tensor = value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+        found[name] = tensor.detach().clone()
+    return found
+
+
+def test_a_run_learns_writes_its_outputs_and_repeats(tmp_path: Path, start: Any) -> None:
+    config = tiny(tmp_path, train__max_steps=None, train__epochs=3, train__eval_every=30)
+    metrics = start(config).run()
+    assert metrics.rows == 3000
+    assert metrics.auc > 0.6
+    directory = config.run.directory
+    assert (directory / "config.yaml").exists()
+    assert list((directory / "tensorboard").iterdir())
+    found = losses(config)
+    assert len(found) == 3 * 24  # ceil(6000 / 256) batches an epoch, none dropped
+    assert [event["step"] for event in events(config, "test")] == [30, 60, 72]
+    reports = {event["predictor"]: event for event in events(config, "report")}
+    assert reports["oracle (true probabilities)"]["auc"] > metrics.auc
+    again = tiny(tmp_path, train__max_steps=None, train__epochs=3, run__name="again")
+    start(again).run()
+    assert losses(again) == found
+
+
+@pytest.mark.parametrize("dense", ["adamw", "adagrad", "sgd"])
+@pytest.mark.parametrize("sparse", ["rowwise_adagrad", "adagrad", "sgd"])
+def test_tables_and_towers_change_under_every_optimizer(
+    tmp_path: Path, start: Any, dense: str, sparse: str
+) -> None:
+    config = tiny(tmp_path, optimizer__dense={"kind": dense}, optimizer__sparse={"kind": sparse})
+    trainer = start(config)
+    before = state(trainer)
+    trainer.run()
+    after = state(trainer)
+    unchanged = [name for name in before if torch.equal(before[name], after[name])]
+    assert unchanged == []
+    assert all(torch.isfinite(value).all() for value in after.values())
+
+
+def test_warm_up_reaches_the_tables(tmp_path: Path, start: Any) -> None:
+    """A learning rate of almost nothing in the first steps must hold for fused optimizers too."""
+    config = tiny(
+        tmp_path,
+        train__max_steps=1,
+        optimizer__schedule={"warmup_steps": 10**9},
+        optimizer__sparse={"kind": "sgd", "learning_rate": 1.0},
+    )
+    trainer = start(config)
+    before = state(trainer)
+    trainer.run()
+    for name, value in state(trainer).items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-8)
+
+
+def test_a_diverged_loss_ends_the_run_with_its_step(tmp_path: Path, start: Any) -> None:
+    config = tiny(
+        tmp_path,
+        optimizer__dense={"kind": "sgd", "learning_rate": 1e20},
+        train__checkpoint_every=1,
+        train__max_steps=10,
+    )
+    trainer = start(config)
+    with pytest.raises(TrainingDivergedError, match=r"the loss of step \d+ is (nan|inf).*learning_rate"):
+        trainer.run()
+    written = [path.name for path in trainer.store.list()]
+    assert len(written) < 10
+    assert all(torch.isfinite(torch.tensor(losses(config))).tolist())
+
+
+def test_a_table_smaller_than_its_data_names_the_feature(tmp_path: Path, start: Any) -> None:
+    sizes = {"C1": 40, "C2": 7, "C3": 299, "C4": 3}
+    with pytest.raises(DatasetError, match="feature C3: the table has 299 rows"):
+        start(tiny(tmp_path, model__num_embeddings=sizes))
+
+
+def test_evaluating_a_checkpoint_gives_the_metrics_of_its_run(tmp_path: Path, start: Any) -> None:
+    config = tiny(tmp_path)
+    trainer = start(config)
+    metrics = trainer.run()
+    checkpoint = trainer.store.latest()
+    other = tiny(tmp_path, run__name="other", run__seed=5)
+    assert start(other).evaluate_checkpoint(checkpoint) == metrics
+
+
+def test_bf16_compute_stays_near_fp32(tmp_path: Path, start: Any) -> None:
+    exact = start(tiny(tmp_path)).run()
+    config = tiny(tmp_path, run__name="bf16", runtime__precision="bf16")
+    trainer = start(config)
+    rounded = trainer.run()
+    assert rounded.log_loss != exact.log_loss
+    assert rounded.log_loss == pytest.approx(exact.log_loss, rel=0.02)
+    assert all(value.dtype == torch.float32 for value in state(trainer).values())
