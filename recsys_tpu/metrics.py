@@ -30,6 +30,12 @@ class ClickMetrics:
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        return (
+            f"AUC {self.auc:.5f}  log loss {self.log_loss:.5f}  NE {self.normalized_entropy:.5f}  "
+            f"calibration {self.calibration:.4f}"
+        )
+
 
 def click_metrics(labels: npt.ArrayLike, logits: npt.ArrayLike) -> ClickMetrics:
     """Metrics of predicted `logits` ``[N]`` for 0/1 `labels` ``[N]``.

@@ -1,4 +1,4 @@
-"""The Trainer wires data, model, optimizer, checkpoints and logs of one run together."""
+"""The Trainer wires task, optimizer, checkpoints and logs of one run together."""
 
 from __future__ import annotations
 
@@ -11,27 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys_tpu.baselines import constant_metrics, logistic_regression_metrics, oracle_metrics
 from recsys_tpu.checkpoint import CheckpointStore, TrainerState, load_tensors, read_trainer_state
 from recsys_tpu.config import Config, dump_config
-from recsys_tpu.data.batch import Batch
-from recsys_tpu.data.metadata import DatasetMetadata
-from recsys_tpu.data.reader import ParquetReader
-from recsys_tpu.data.source import prepare_data
 from recsys_tpu.embeddings.initialization import initialize_tables
 from recsys_tpu.errors import CheckpointError, TrainingDivergedError
-from recsys_tpu.evaluation import evaluate
-from recsys_tpu.metrics import ClickMetrics
-from recsys_tpu.models.dlrm import DLRM, build_dlrm
 from recsys_tpu.optimizers import LearningRateSchedule, build_optimizer, fuse_table_optimizer
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.sharding.placement import shard_model
 from recsys_tpu.step_timer import StepTimer
+from recsys_tpu.tasks import Metrics, Task, build_task
 
 
 class Trainer:
@@ -41,12 +33,8 @@ class Trainer:
         self.config, self.runtime = config, runtime
         self.directory = config.run.directory
         self.log = RunLog(self.directory, rank=runtime.rank)
-        self.data_directory = self._on_rank_zero_first(lambda: prepare_data(config.data))
-        self.metadata = DatasetMetadata.load(self.data_directory)
-        self.num_embeddings = config.model.num_embeddings or self.metadata.num_embeddings
-        self.train_reader = self._reader("train", config.train.batch_size, shuffle=config.data.shuffle)
-        self.test_reader = self._reader("test", config.train.eval_batch_size, shuffle=False)
-        self.total_steps = config.train.epochs * self.train_reader.batches_per_epoch
+        self.task: Task[Any, Any] = build_task(config, runtime)
+        self.total_steps = config.train.epochs * self.task.batches_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
         self.model = self._build_model()
@@ -56,7 +44,7 @@ class Trainer:
         self.timer = StepTimer(runtime.synchronize)
         self.step = self._first_step = 0
 
-    def run(self) -> ClickMetrics:
+    def run(self) -> Metrics:
         """Train to the last step (from a checkpoint if so configured) and report the test metrics.
 
         Raises:
@@ -68,18 +56,20 @@ class Trainer:
         self._print_header()
         self._train()
         metrics = self._evaluate()
-        self._report(metrics)
+        if self.runtime.rank == 0:
+            self.task.report(metrics, self.log, self.step)
         self._report_time()
         return metrics
 
-    def evaluate_checkpoint(self, checkpoint: Path) -> ClickMetrics:
+    def evaluate_checkpoint(self, checkpoint: Path) -> Metrics:
         """Report the test metrics of a checkpoint's weights; nothing is trained or written."""
         tensors = {"model": self.model.state_dict()}
         load_tensors(checkpoint, tensors)
         self.model.load_state_dict(tensors["model"])
         self.step = read_trainer_state(checkpoint).step
         metrics = self._evaluate()
-        self._report(metrics)
+        if self.runtime.rank == 0:
+            self.task.report(metrics, self.log, self.step)
         return metrics
 
     def close(self) -> None:
@@ -87,40 +77,9 @@ class Trainer:
 
     # ---- set-up
 
-    def _on_rank_zero_first(self, prepare: Any) -> Path:
-        if self.runtime.rank == 0:
-            result = prepare()
-        dist.barrier()
-        if self.runtime.rank != 0:
-            result = prepare()
-        return Path(result)
-
-    def _reader(self, split: str, batch_size: int, *, shuffle: bool) -> ParquetReader:
-        data = self.config.data
-        return ParquetReader(
-            self.data_directory,
-            split,
-            batch_size=batch_size,
-            rank=self.runtime.rank,
-            world_size=self.runtime.world_size,
-            lanes=data.lanes,
-            shuffle=shuffle,
-            seed=self.config.run.seed,
-            window_row_groups=data.shuffle_row_groups,
-            prefetch=data.prefetch_batches,
-            num_embeddings=self.num_embeddings,
-        )
-
     def _build_model(self) -> DistributedModelParallel:
-        config = self.config.model
         torch.manual_seed(self.config.run.seed)
-        model = build_dlrm(
-            self.num_embeddings,
-            embedding_dim=config.embedding_dim,
-            dense_in_features=len(self.metadata.dense_features),
-            bottom_mlp=config.bottom_mlp,
-            over_mlp=config.over_mlp,
-        )
+        model: Any = self.task.build_model()
         tables = model.sparse_arch.embedding_bag_collection
         fuse_table_optimizer(tables, self.config.optimizer.sparse)
         configs = {table.name: table for table in tables.embedding_bag_configs()}
@@ -130,7 +89,7 @@ class Trainer:
         self._time_lookups(model)
         return sharded
 
-    def _time_lookups(self, model: DLRM) -> None:
+    def _time_lookups(self, model: Any) -> None:
         """Take the sparse forward out of the model's forward in the step's breakdown."""
         stack = ExitStack()
 
@@ -171,11 +130,11 @@ class Trainer:
                 started, logged = time.perf_counter(), self.step
         self.log.stop_progress()
 
-    def _batches(self) -> Iterator[Batch]:
-        per_epoch = self.train_reader.batches_per_epoch
+    def _batches(self) -> Iterator[Any]:
+        per_epoch = self.task.batches_per_epoch
         while self.step < self.total_steps:
             epoch, start = divmod(self.step, per_epoch)
-            batches = self.train_reader.epoch(epoch, start=start)
+            batches = self.task.batches(epoch, start=start)
             while self.step < self.total_steps:
                 with self.timer.phase("data"):
                     batch = next(batches, None)
@@ -183,7 +142,7 @@ class Trainer:
                     break
                 yield batch
 
-    def _train_step(self, batch: Batch) -> Tensor:
+    def _train_step(self, batch: Any) -> Tensor:
         """One optimizer step; returns this rank's share of the global mean loss (on the device)."""
         # the first step compiles; an asynchronous device is only waited for in some steps
         self.timer.active = self.step != self._first_step and (
@@ -193,14 +152,7 @@ class Trainer:
         with self.timer.phase("optimizer"):
             self.optimizer.zero_grad()
         with self.timer.phase("dense_forward"):
-            on_device = batch.dense_to(self.runtime.device)
-            with self.runtime.autocast():
-                logits = self.model(on_device.dense, on_device.sparse)
-            losses = torch.nn.functional.binary_cross_entropy_with_logits(
-                logits.float(), on_device.labels, on_device.weights, reduction="sum"
-            )
-            # gradients are averaged over ranks, so each rank divides by its share of the global batch
-            loss = losses * (self.runtime.world_size / batch.global_rows)
+            loss = self.task.loss(self.model, batch)
         with self.timer.phase("backward"):
             loss.backward()
         with self.timer.phase("optimizer"):
@@ -229,14 +181,11 @@ class Trainer:
             values={"samples_per_second": rate, "eta_seconds": left, **phases},
         )
 
-    def _evaluate(self) -> ClickMetrics:
-        metrics = evaluate(self.model, self.test_reader, self.runtime)
+    def _evaluate(self) -> Metrics:
+        metrics = self.task.evaluate(self.model)
         self.runtime.compile_watch.expect_so_far()
         self.log.event("test", self.step, metrics.as_dict())
-        self.log.message(
-            f"step {self.step:>6}  test AUC {metrics.auc:.5f}  log loss {metrics.log_loss:.5f}  "
-            f"NE {metrics.normalized_entropy:.5f}  calibration {metrics.calibration:.4f}"
-        )
+        self.log.message(f"step {self.step:>6}  test {metrics}")
         return metrics
 
     # ---- checkpoints
@@ -245,26 +194,26 @@ class Trainer:
         """Write a checkpoint of this moment; collective."""
         state = TrainerState(
             step=self.step,
-            batches_per_epoch=self.train_reader.batches_per_epoch,
+            batches_per_epoch=self.task.batches_per_epoch,
             batch_size=self.config.train.batch_size,
             world_size=self.runtime.world_size,
-            num_embeddings=dict(self.num_embeddings),
+            num_embeddings=dict(self.task.num_embeddings),
         )
         return self.store.save(self._tensors(), state, dump_config(self.config))
 
     def load(self, checkpoint: Path) -> None:
         """Continue from `checkpoint`: weights, optimizer state, step and random numbers; collective."""
         state = read_trainer_state(checkpoint)
-        if state.num_embeddings != dict(self.num_embeddings):
+        if state.num_embeddings != dict(self.task.num_embeddings):
             raise CheckpointError(f"{checkpoint}: its tables have other sizes than this run's")
         if (state.batches_per_epoch, state.batch_size) != (
-            self.train_reader.batches_per_epoch,
+            self.task.batches_per_epoch,
             self.config.train.batch_size,
         ):
             raise CheckpointError(
                 f"{checkpoint}: was trained with batches of {state.batch_size} "
                 f"({state.batches_per_epoch} an epoch), this run has {self.config.train.batch_size} "
-                f"({self.train_reader.batches_per_epoch}): the position in the data would not be the same"
+                f"({self.task.batches_per_epoch}): the position in the data would not be the same"
             )
         self.optimizer.init_state()
         tensors = self._tensors()
@@ -272,6 +221,7 @@ class Trainer:
         self.model.load_state_dict(tensors["model"])
         current = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**current, "state": tensors["optimizer"]})
+        self.task.load_state(tensors["task"])
         torch.set_rng_state(tensors["rng"])
         self.step = state.step
 
@@ -279,6 +229,7 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict()["state"],
+            "task": self.task.state(),
             "rng": torch.get_rng_state(),
         }
 
@@ -315,39 +266,15 @@ class Trainer:
         )
 
     def _print_header(self) -> None:
-        rows = sum(self.num_embeddings.values())
+        rows = sum(self.task.num_embeddings.values())
         dense = sum(p.numel() for n, p in self.model.named_parameters() if "embedding_bags" not in n)
         lines = {
             **self.runtime.describe(),
-            "data": f"{self.data_directory}: {self.train_reader.rows:,} train rows, "
-            f"{self.test_reader.rows:,} test rows",
-            "model": f"{self.config.model.kind}: {len(self.num_embeddings)} tables, {rows:,} rows of dim "
-            f"{self.config.model.embedding_dim}; {dense:,} dense parameters",
+            "data": self.task.describe_data(),
+            "model": f"{self.config.model.kind}: {len(self.task.num_embeddings)} tables, {rows:,} rows of "
+            f"dim {self.config.model.embedding_dim}; {dense:,} dense parameters",
             "steps": f"{self.total_steps:,} of global batch {self.config.train.batch_size:,}",
         }
         for name, value in lines.items():
             self.log.message(f"{name:>16}: {value}")
         self.log.event("header", self.step, lines)
-
-    def _report(self, metrics: ClickMetrics) -> None:
-        if self.runtime.rank != 0:
-            return
-        rows: dict[str, ClickMetrics] = {self.config.model.kind: metrics}
-        oracle = oracle_metrics(self.data_directory, "test")
-        if oracle is not None:
-            rows["oracle (true probabilities)"] = oracle
-        if self.config.train.baselines:
-            rows["logistic regression"] = logistic_regression_metrics(
-                self.data_directory, train="train", test="test", seed=self.config.run.seed
-            )
-            rows["constant"] = constant_metrics(self.data_directory, train="train", test="test")
-        table = Table(title=f"test split, {metrics.rows:,} rows, {metrics.positives:,} positives")
-        for column in ("predictor", "AUC", "log loss", "norm. entropy", "calibration"):
-            table.add_column(column, justify="left" if column == "predictor" else "right")
-        for name, found in rows.items():
-            values = (found.auc, found.log_loss, found.normalized_entropy, found.calibration)
-            table.add_row(name, *(f"{value:.5f}" for value in values))
-            self.log.event("report", self.step, {"predictor": name, **found.as_dict()})
-        self.log.message(table)
-        if oracle is not None:
-            self.log.message(f"final AUC {metrics.auc:.5f}, oracle AUC {oracle.auc:.5f}")

@@ -1,0 +1,103 @@
+"""Click prediction: DLRM, binary cross-entropy, AUC beside an oracle and simple baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from recsys_tpu.baselines import constant_metrics, logistic_regression_metrics, oracle_metrics
+from recsys_tpu.config import Config
+from recsys_tpu.data.batch import Batch
+from recsys_tpu.data.metadata import DatasetMetadata
+from recsys_tpu.data.reader import ParquetReader
+from recsys_tpu.data.source import prepare_data
+from recsys_tpu.evaluation import evaluate
+from recsys_tpu.metrics import ClickMetrics
+from recsys_tpu.models.dlrm import build_dlrm
+from recsys_tpu.run_log import RunLog
+from recsys_tpu.runtime import Runtime
+from recsys_tpu.tasks.task import Task, on_rank_zero_first
+
+
+class ClickTask(Task[Batch, ClickMetrics]):
+    """DLRM over a preprocessed Parquet directory with splits `train` and `test`."""
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self._config, self._runtime = config, runtime
+        self.data_directory = on_rank_zero_first(runtime, lambda: prepare_data(config.data))
+        self.metadata = DatasetMetadata.load(self.data_directory)
+        self.num_embeddings = config.model.num_embeddings or self.metadata.num_embeddings
+        self.train_reader = self._reader("train", config.train.batch_size, shuffle=config.data.shuffle)
+        self.test_reader = self._reader("test", config.train.eval_batch_size, shuffle=False)
+        self.batches_per_epoch = self.train_reader.batches_per_epoch
+
+    def build_model(self) -> nn.Module:
+        config = self._config.model
+        return build_dlrm(
+            self.num_embeddings,
+            embedding_dim=config.embedding_dim,
+            dense_in_features=len(self.metadata.dense_features),
+            bottom_mlp=config.bottom_mlp,
+            over_mlp=config.over_mlp,
+        )
+
+    def batches(self, epoch: int, *, start: int) -> Iterator[Batch]:
+        return self.train_reader.epoch(epoch, start=start)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        on_device = batch.dense_to(self._runtime.device)
+        with self._runtime.autocast():
+            logits = model(on_device.dense, on_device.sparse)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits.float(), on_device.labels, on_device.weights, reduction="sum"
+        )
+        return losses * (self._runtime.world_size / batch.global_rows)
+
+    def evaluate(self, model: nn.Module) -> ClickMetrics:
+        return evaluate(model, self.test_reader, self._runtime)
+
+    def describe_data(self) -> str:
+        return (
+            f"{self.data_directory}: {self.train_reader.rows:,} train rows, "
+            f"{self.test_reader.rows:,} test rows"
+        )
+
+    def report(self, metrics: ClickMetrics, log: RunLog, step: int) -> None:
+        rows: dict[str, ClickMetrics] = {self._config.model.kind: metrics}
+        oracle = oracle_metrics(self.data_directory, "test")
+        if oracle is not None:
+            rows["oracle (true probabilities)"] = oracle
+        if self._config.train.baselines:
+            rows["logistic regression"] = logistic_regression_metrics(
+                self.data_directory, train="train", test="test", seed=self._config.run.seed
+            )
+            rows["constant"] = constant_metrics(self.data_directory, train="train", test="test")
+        table = Table(title=f"test split, {metrics.rows:,} rows, {metrics.positives:,} positives")
+        for column in ("predictor", "AUC", "log loss", "norm. entropy", "calibration"):
+            table.add_column(column, justify="left" if column == "predictor" else "right")
+        for name, found in rows.items():
+            values = (found.auc, found.log_loss, found.normalized_entropy, found.calibration)
+            table.add_row(name, *(f"{value:.5f}" for value in values))
+            log.event("report", step, {"predictor": name, **found.as_dict()})
+        log.message(table)
+        if oracle is not None:
+            log.message(f"final AUC {metrics.auc:.5f}, oracle AUC {oracle.auc:.5f}")
+
+    def _reader(self, split: str, batch_size: int, *, shuffle: bool) -> ParquetReader:
+        data = self._config.data
+        return ParquetReader(
+            self.data_directory,
+            split,
+            batch_size=batch_size,
+            rank=self._runtime.rank,
+            world_size=self._runtime.world_size,
+            lanes=data.lanes,
+            shuffle=shuffle,
+            seed=self._config.run.seed,
+            window_row_groups=data.shuffle_row_groups,
+            prefetch=data.prefetch_batches,
+            num_embeddings=self.num_embeddings,
+        )
