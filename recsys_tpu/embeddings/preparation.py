@@ -7,6 +7,8 @@ positions with it, several times faster than a stable argsort.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,6 +26,50 @@ class CapacityError(ValueError):
         self.what, self.needed, self.capacity, self.option = what, needed, capacity, option
 
 
+@dataclass(frozen=True)
+class SortedIds:
+    """One step's ids of one stack in both orders, before padding; made by `sort_ids`, see `LookupBatch`."""
+
+    num_bags: int
+    num_rows: int
+    rows: NDArray[np.integer]
+    bags: NDArray[np.integer]
+    weights: NDArray[np.floating] | None
+    bag_offsets: NDArray[np.integer]
+    sorted_rows: NDArray[np.integer]
+    order: NDArray[np.integer]
+    first: NDArray[np.integer]  # where each distinct row starts in `sorted_rows`
+    segments: NDArray[np.integer]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(ids, distinct rows)."""
+        return len(self.rows), len(self.first)
+
+    def pad(self, id_capacity: int, unique_capacity: int) -> LookupBatch:
+        """The batch, on CPU, int32 and float32.  Raises CapacityError when it doesn't fit."""
+        count, unique = self.sizes
+        if count > id_capacity:
+            raise CapacityError("ids", count, id_capacity, "id_capacity")
+        if unique > unique_capacity:
+            raise CapacityError("distinct rows", unique, unique_capacity, "unique_capacity")
+        weights, order = self.weights, self.order
+        return LookupBatch(
+            num_bags=self.num_bags,
+            rows=_padded(self.rows, id_capacity, 0),
+            bags=_padded(self.bags, id_capacity, self.num_bags),
+            weights=None if weights is None else _padded(weights, id_capacity, 0, np.float32),
+            bag_offsets=torch.from_numpy(self.bag_offsets.astype(np.int32)),
+            unique_rows=_padded(self.sorted_rows[self.first], unique_capacity, self.num_rows),
+            row_offsets=_padded(self.first, unique_capacity + 1, count),
+            sorted_bags=_padded(self.bags[order], id_capacity, self.num_bags),
+            sorted_weights=None if weights is None else _padded(weights[order], id_capacity, 0, np.float32),
+            segments=_padded(self.segments, id_capacity, unique_capacity),
+            order=_padded(order, id_capacity, max(id_capacity - 1, 0)),
+            counts=torch.tensor([count, unique], dtype=torch.int32),
+        )
+
+
 def prepare(
     rows: NDArray[np.integer],
     *,
@@ -35,21 +81,32 @@ def prepare(
     bags: NDArray[np.integer] | None = None,
     weights: NDArray[np.floating] | None = None,
 ) -> LookupBatch:
-    """Builds the batch of one stack.  Tensors are on CPU, int32 and float32.
+    """Builds the batch of one stack: `sort_ids`, then `SortedIds.pad`."""
+    ids = sort_ids(rows, num_bags=num_bags, num_rows=num_rows, lengths=lengths, bags=bags, weights=weights)
+    return ids.pad(id_capacity, unique_capacity)
+
+
+def sort_ids(
+    rows: NDArray[np.integer],
+    *,
+    num_bags: int,
+    num_rows: int,
+    lengths: NDArray[np.integer] | None = None,
+    bags: NDArray[np.integer] | None = None,
+    weights: NDArray[np.floating] | None = None,
+) -> SortedIds:
+    """Sorts one step's ids of one stack by bag and by row.
 
     rows `[n]`: row in the stack of each id.  Give either `lengths` `[num_bags]` (ids are in bag order)
     or `bags` `[n]` (any order; ids of a bag keep theirs).  weights `[n]`: per-id weights, or None.
 
-    Raises CapacityError when ids or distinct rows exceed their capacity (nothing is dropped), and
-    ValueError for a row or bag out of range or for arrays that don't fit together.
+    Raises ValueError for a row or bag out of range or for arrays that don't fit together.
     """
     if (lengths is None) == (bags is None):
         raise ValueError("prepare: give either lengths or bags")
     count = len(rows)
     if weights is not None and len(weights) != count:
         raise ValueError(f"prepare: {count} rows but {len(weights)} weights")
-    if count > id_capacity:
-        raise CapacityError("ids", count, id_capacity, "id_capacity")
     _check_range("row", rows, num_rows)
     if lengths is not None:
         offsets = _offsets_of_lengths(lengths, num_bags, count)
@@ -70,24 +127,19 @@ def prepare(
     starts = np.empty(count, np.bool_)
     starts[:1] = True
     np.not_equal(sorted_rows[1:], sorted_rows[:-1], out=starts[1:])
-    first = np.flatnonzero(starts)
-    if len(first) > unique_capacity:
-        raise CapacityError("distinct rows", len(first), unique_capacity, "unique_capacity")
     segments = np.cumsum(starts, dtype=np.int32)
     segments -= 1
-    return LookupBatch(
+    return SortedIds(
         num_bags=num_bags,
-        rows=_padded(rows, id_capacity, 0),
-        bags=_padded(bags, id_capacity, num_bags),
-        weights=None if weights is None else _padded(weights, id_capacity, 0, np.float32),
-        bag_offsets=torch.from_numpy(offsets.astype(np.int32)),
-        unique_rows=_padded(sorted_rows[first], unique_capacity, num_rows),
-        row_offsets=_padded(first, unique_capacity + 1, count),
-        sorted_bags=_padded(bags[order], id_capacity, num_bags),
-        sorted_weights=None if weights is None else _padded(weights[order], id_capacity, 0, np.float32),
-        segments=_padded(segments, id_capacity, unique_capacity),
-        order=_padded(order, id_capacity, max(id_capacity - 1, 0)),
-        counts=torch.tensor([count, len(first)], dtype=torch.int32),
+        num_rows=num_rows,
+        rows=rows,
+        bags=bags,
+        weights=weights,
+        bag_offsets=offsets,
+        sorted_rows=sorted_rows,
+        order=order,
+        first=np.flatnonzero(starts),
+        segments=segments,
     )
 
 
