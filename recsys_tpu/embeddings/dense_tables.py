@@ -1,0 +1,79 @@
+"""Small tables that every rank holds: their gradient is an ordinary one, averaged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recsys_tpu import kernels
+from recsys_tpu.embeddings.fused_tables import PooledInput
+from recsys_tpu.embeddings.stacks import LocalTable, in_feature_order, make_stacks
+from recsys_tpu.kernels.batch import LookupBatch, Optimizer
+from recsys_tpu.kernels.optimizer import OptimizerSpec
+
+
+class DenseTables(nn.Module):
+    """Tables as one parameter a stack.  Their gradient is dense: for tables small enough to replicate."""
+
+    def __init__(
+        self,
+        tables: Sequence[LocalTable],
+        feature_tables: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        output_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tables = list(tables)
+        self.feature_tables = list(feature_tables)
+        self._output_dtype = output_dtype
+        self.stacks = make_stacks(tables, dtype=dtype, spec=OptimizerSpec(Optimizer.SGD), device=device)
+        self.weights = nn.ParameterList([nn.Parameter(stack.weights) for stack in self.stacks])
+        self._where = {
+            index: position for position, stack in enumerate(self.stacks) for index in stack.tables
+        }
+
+    def forward(self, batch: PooledInput) -> Tensor:
+        """Pooled embeddings `[num_samples, sum of the features' dims]`."""
+        outputs = [
+            _DenseLookup.apply(weights, stack.dim, lookup).view(batch.num_samples, -1)
+            for weights, stack, lookup in zip(self.weights, self.stacks, batch.batches, strict=True)
+        ]
+        return in_feature_order(outputs, self.stacks, self.feature_tables).to(self._output_dtype)
+
+    def slice_of(self, index: int) -> tuple[Tensor, int, int]:
+        """(flat parameter, first element, last element) of a table."""
+        stack = self.stacks[self._where[index]]
+        start = stack.first_rows[index] * stack.dim
+        return self.weights[self._where[index]], start, start + self.tables[index].rows * stack.dim
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """Each table's weights, `[rows, dim]`."""
+        return [
+            parameter.detach()[start:end].view(-1, table.dim)
+            for table, (parameter, start, end) in zip(
+                self.tables, map(self.slice_of, range(len(self.tables))), strict=True
+            )
+        ]
+
+
+class _DenseLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, dim: int, batch: LookupBatch) -> Tensor:
+        ctx.batch, ctx.shape, ctx.dtype = batch, (weights.numel() // dim, dim), weights.dtype
+        return kernels.pooled_lookup(weights.detach(), batch, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        batch, (rows, dim) = ctx.batch, ctx.shape
+        bags = batch.bags.clamp(max=batch.num_bags - 1)
+        each = grad_output.float().index_select(0, bags)
+        if batch.weights is not None:
+            each = each * batch.weights[:, None]
+        each = torch.where((batch.bags < batch.num_bags)[:, None], each, 0.0)  # padding adds 0 to row 0
+        gradient = torch.zeros(rows, dim, device=grad_output.device).index_add(0, batch.rows, each)
+        return gradient.view(-1).to(ctx.dtype), None, None

@@ -1,0 +1,201 @@
+"""The sharder for `EmbeddingBagCollection`: pooled embeddings over TPU chips, or CPU ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
+from recsys_tpu.sharding.host import host_group, max_over_ranks
+from recsys_tpu.sharding.lookups import LookupInput, PooledLookup
+from recsys_tpu.sharding.pooled_shardings import pooled_sharding
+from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
+
+
+class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """An EmbeddingBagCollection over the chips of a plan.
+
+    A step: check the ids and send them to their owners (host), sort and pad them (host), look them up
+    (device), send pooled rows back (device).  The backward updates the tables in place.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollection,
+        *args: Any,
+        validate: Validation = Validation.FULL,
+        **options: Any,
+    ) -> None:
+        _check_pooling(module)
+        super().__init__(module, *args, **options)
+        self._validate = validate
+        # MEAN of row-sharded tables is folded into the weights before the exchange.
+        self._has_mean_pooling_callback = False
+        group = self._env.process_group
+        assert group is not None, "the sharder needs a process group, of one rank at least"
+        self._host_pg = host_group(group)
+        for sharding in self._embedding_shardings:
+            sharding.host_pg = self._host_pg
+        self._capacities = Capacities(max_over_ranks(self._host_pg))
+        self._limits = FeatureLimits.of_tables(self._embedding_bag_configs)
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: Any = None,
+    ) -> EmbeddingSharding[Any, Any, Any, Any]:
+        return pooled_sharding(sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry)
+
+    @property
+    def capacity_counters(self) -> CapacityCounters:
+        """Padding and ladder moves of this module so far."""
+        return self._capacities.counters
+
+    def init_data_parallel(self) -> None:
+        if self._skip_data_parallel_grad_sync:
+            return
+        for position, sharding in enumerate(self._embedding_shardings):
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                # As TorchRec's, but without device_ids, which the tpu device doesn't take.
+                self._lookups[position] = DistributedDataParallel(
+                    self._lookups[position],
+                    process_group=self._env.process_group,
+                    gradient_as_bucket_view=True,
+                    broadcast_buffers=False,
+                    static_graph=True,
+                )
+
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        super()._create_input_dist(input_feature_names)
+        if self._has_features_permute:
+            order = torch.tensor(self._features_order, dtype=torch.int32)
+            self.register_buffer("_features_order_tensor", order, persistent=False)
+
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[list[LookupInput]]]:
+        """Starts the exchange of ids, on the host.  Raises InvalidFeatureError for ids that no table has."""
+        features = features.to(torch.device("cpu"))
+        check_features(features, self._limits, self._validate)
+        return _Splits(super().input_dist(ctx, features), self)
+
+    def prepare(self, features: KJTList) -> list[LookupInput]:
+        """Sorts and pads the ids that this rank received.  A collective call: ranks agree on capacities."""
+        lookups = [_unwrapped(lookup) for lookup in self._lookups]
+        sorted_ids = [lookup.sort(kjt) for lookup, kjt in zip(lookups, features, strict=True)]
+        sizes = [[stack.sizes for group in ids.groups for stack in group] for ids in sorted_ids]
+        capacities = iter(self._capacities.hold([size for of_lookup in sizes for size in of_lookup]))
+        return [
+            lookup.pad(ids, [next(capacities) for _ in of_lookup])
+            for lookup, ids, of_lookup in zip(lookups, sorted_ids, sizes, strict=True)
+        ]
+
+
+class _Splits(Awaitable[Any]):
+    """TorchRec's two-step wait (sizes, then ids), followed by the preparation."""
+
+    def __init__(
+        self, splits: Awaitable[Awaitable[KJTList]], module: TpuShardedEmbeddingBagCollection
+    ) -> None:
+        super().__init__()
+        self._splits, self._module = splits, module
+
+    def _wait_impl(self) -> _Prepared:
+        return _Prepared(self._splits.wait(), self._module)
+
+
+class _Prepared(Awaitable[list[LookupInput]]):
+    def __init__(self, features: Awaitable[KJTList], module: TpuShardedEmbeddingBagCollection) -> None:
+        super().__init__()
+        self._features, self._module = features, module
+
+    def _wait_impl(self) -> list[LookupInput]:
+        return self._module.prepare(self._features.wait())
+
+
+def _check_pooling(module: EmbeddingBagCollection) -> None:
+    for config in module.embedding_bag_configs():
+        if module.is_weighted() and config.pooling is PoolingType.MEAN:
+            raise ValueError(
+                f"table {config.name}: a weighted mean is not defined (nor is it in torch); use SUM pooling "
+                "and divide the weights by what you want"
+            )
+
+
+def _unwrapped(lookup: nn.Module) -> PooledLookup:
+    return lookup.module if isinstance(lookup, DistributedDataParallel) else lookup  # type: ignore[return-value]
+
+
+class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """Shards every EmbeddingBagCollection of a model for TPU chips; on CPU the same with reference kernels.
+
+    fused_params: optimizer and its settings, see `embeddings.fused_params`.  validate: how much of each
+    batch is checked before it is sent, see `sharding.validation`.
+    """
+
+    def __init__(self, *args: Any, validate: str | Validation = Validation.FULL, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._validate = Validation(validate)
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> TpuShardedEmbeddingBagCollection:
+        return TpuShardedEmbeddingBagCollection(
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
+            validate=self._validate,
+        )
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [
+            ShardingType.DATA_PARALLEL.value,
+            ShardingType.TABLE_WISE.value,
+            ShardingType.COLUMN_WISE.value,
+            ShardingType.TABLE_COLUMN_WISE.value,
+            ShardingType.ROW_WISE.value,
+            ShardingType.TABLE_ROW_WISE.value,
+            ShardingType.GRID_SHARD.value,
+        ]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        dense = sharding_type == ShardingType.DATA_PARALLEL.value
+        return [(EmbeddingComputeKernel.DENSE if dense else EmbeddingComputeKernel.FUSED).value]
+
+    def storage_usage(self, tensor: Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
+        """Bytes of a table on its device: HBM of a chip, DDR of a host."""
+        kind = "ddr" if compute_device_type == "cpu" else "hbm"
+        return {kind: tensor.element_size() * tensor.numel()}
+
+    @property
+    def sharded_module_type(self) -> type[TpuShardedEmbeddingBagCollection]:
+        return TpuShardedEmbeddingBagCollection

@@ -1,0 +1,68 @@
+"""The host side of the exchange: its process group, and MEAN weights folded in before a bag is split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys_tpu.embeddings.capacity import MaxOverRanks
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, used by nothing else: its collectives may run beside the device's."""
+    if group.size() == 1:
+        return group
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+
+
+def max_over_ranks(group: dist.ProcessGroup) -> MaxOverRanks | None:
+    """Elementwise maximum over the ranks of a host group; None when there is only one."""
+    if group.size() == 1:
+        return None
+
+    def maximum(values: NDArray[np.int64]) -> NDArray[np.int64]:
+        tensor = torch.from_numpy(values.copy())
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        return tensor.numpy()
+
+    return maximum
+
+
+class MeanFoldingInputDist(nn.Module):
+    """Weighs the ids of MEAN features by 1 / length while a bag is whole, then runs TorchRec's input dist."""
+
+    def __init__(self, input_dist: nn.Module, mean_features: Sequence[bool]) -> None:
+        super().__init__()
+        self._input_dist = input_dist
+        self._mean_features = np.array(mean_features, np.bool_)
+
+    def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        return self._input_dist(fold_mean(features, self._mean_features))
+
+
+def fold_mean(features: KeyedJaggedTensor, mean_features: NDArray[np.bool_]) -> KeyedJaggedTensor:
+    """The same features with weights: those of MEAN features divided by the length of their bag."""
+    lengths = features.lengths().reshape(-1).numpy().astype(np.int64)
+    per_bag = np.repeat(mean_features, features.stride_per_key())
+    share = np.where(per_bag, 1.0 / np.maximum(lengths, 1), 1.0).astype(np.float32)
+    weights = torch.from_numpy(np.repeat(share, lengths))
+    if features.weights_or_none() is not None:
+        weights = weights * features.weights()
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=weights,
+        lengths=features.lengths(),
+        offsets=features.offsets(),
+        stride=None if variable else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )

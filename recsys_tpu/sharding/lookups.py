@@ -1,0 +1,140 @@
+"""TorchRec's grouped lookup over our kernels: sorts a rank's ids on the host, looks them up on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_lookup import (
+    GroupedPooledEmbeddingsLookup,
+    embeddings_cat_empty_rank_handle,
+)
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys_tpu.embeddings.bags import JaggedFeatures, StackFeatures, sort_for_stack, to_device
+from recsys_tpu.embeddings.fused_tables import PooledInput
+from recsys_tpu.embeddings.preparation import SortedIds
+from recsys_tpu.embeddings.stacks import features_of
+from recsys_tpu.sharding.kernels import DenseKernel, FusedKernel
+
+# Bags of these types are spread over ranks, which know only their part of a bag: MEAN is folded into the
+# weights before the exchange, and the parts are summed.
+ROW_SHARDED = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+
+
+@dataclass(frozen=True)
+class SortedFeatures:
+    """A rank's ids of one sharding, sorted for each stack of each group."""
+
+    num_samples: int
+    groups: list[list[SortedIds]]
+
+
+@dataclass(frozen=True)
+class LookupInput:
+    """What a lookup takes: one `PooledInput` a group.  num_samples: ranks x local batch."""
+
+    num_samples: int
+    groups: list[PooledInput]
+
+
+class PooledLookup(GroupedPooledEmbeddingsLookup):
+    """All groups of one sharding on one rank.  `sort`, `pad`, then forward."""
+
+    def __init__(
+        self,
+        grouped_configs: list[GroupedEmbeddingConfig],
+        *,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        sharding_type: ShardingType,
+        env: ShardingEnv | None,
+    ) -> None:
+        self._sharding_type = sharding_type
+        super().__init__(grouped_configs, device, pg, sharding_type=sharding_type, env=env)
+        self._device = device or torch.device("cpu")
+        self._stack_features: list[list[StackFeatures]] = []
+        first_feature = 0
+        for kernel in self._emb_modules:
+            tables = kernel.emb_module
+            of_group = []
+            for stack in tables.stacks:
+                features = np.array(features_of(stack, tables.feature_tables), np.int64)
+                starts = [stack.first_rows[tables.feature_tables[feature]] for feature in features]
+                of_group.append(
+                    StackFeatures(features + first_feature, np.array(starts, np.int64), stack.num_rows)
+                )
+            self._stack_features.append(of_group)
+            first_feature += len(tables.feature_tables)
+
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        device: torch.device | None,
+        pg: dist.ProcessGroup | None,
+        sharding_type: ShardingType | None,
+        env: ShardingEnv | None,
+    ) -> BaseEmbedding:
+        device = device or torch.device("cpu")
+        if config.compute_kernel is EmbeddingComputeKernel.FUSED:
+            return FusedKernel(config, pg, device, sharding_type)
+        if config.compute_kernel is EmbeddingComputeKernel.DENSE:
+            if sharding_type is ShardingType.DATA_PARALLEL:
+                return DenseKernel(config, pg, device, sharding_type)
+            raise ValueError(
+                f"tables {[table.name for table in config.embedding_tables]}: compute kernel dense is for "
+                "data-parallel tables; give a sharded table compute_kernel='fused' in its plan"
+            )
+        raise ValueError(
+            f"tables {[table.name for table in config.embedding_tables]}: compute kernel "
+            f"{config.compute_kernel.value} not supported; use fused (or dense with data_parallel)"
+        )
+
+    def sort(self, features: KeyedJaggedTensor) -> SortedFeatures:
+        """Sorts the ids that this rank received, on the host."""
+        batch = jagged_features(features)
+        groups = []
+        for config, stacks in zip(self.grouped_configs, self._stack_features, strict=True):
+            mean = config.pooling is PoolingType.MEAN and self._sharding_type not in ROW_SHARDED
+            groups.append([sort_for_stack(batch, stack, mean=mean) for stack in stacks])
+        return SortedFeatures(features.stride(), groups)
+
+    def pad(self, ids: SortedFeatures, capacities: list[tuple[int, int]]) -> LookupInput:
+        """Pads sorted ids to (id, distinct row) capacities, one a stack, and moves them to the device."""
+        remaining = iter(capacities)
+        groups = [
+            PooledInput(
+                ids.num_samples, [to_device(stack.pad(*next(remaining)), self._device) for stack in group]
+            )
+            for group in ids.groups
+        ]
+        return LookupInput(ids.num_samples, groups)
+
+    def forward(self, batch: LookupInput) -> Tensor:
+        """Pooled embeddings `[num_samples, sum of dims]` of the features that this rank serves."""
+        outputs = [kernel(group) for kernel, group in zip(self._emb_modules, batch.groups, strict=True)]
+        nothing = self._dummy_embs_tensor.view(batch.num_samples, 0)
+        return embeddings_cat_empty_rank_handle(outputs, nothing, dim=1)
+
+
+def jagged_features(features: KeyedJaggedTensor) -> JaggedFeatures:
+    """A KeyedJaggedTensor on CPU as numpy arrays."""
+    weights = features.weights_or_none()
+    return JaggedFeatures(
+        values=features.values().numpy(),
+        weights=None if weights is None else weights.numpy(),
+        lengths=_flat(features.lengths()),
+        strides=features.stride_per_key(),
+    )
+
+
+def _flat(lengths: Tensor) -> NDArray[np.integer]:
+    return lengths.reshape(-1).numpy()

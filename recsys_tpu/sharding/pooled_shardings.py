@@ -1,0 +1,125 @@
+"""TorchRec's pooled shardings with the input exchange on the host and our lookup on the device.
+
+Routing of ids, and the exchange of pooled rows, are TorchRec's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+
+from recsys_tpu.sharding.host import MeanFoldingInputDist
+from recsys_tpu.sharding.lookups import ROW_SHARDED, PooledLookup
+
+
+class _OnHost:
+    """Mixed into a TorchRec sharding: its input dist exchanges CPU tensors over a host group."""
+
+    sharding_type: ShardingType
+    host_pg: dist.ProcessGroup | None = None
+
+    def create_input_dist(self: Any, device: torch.device | None = None) -> nn.Module:
+        device_pg = getattr(self, "_pg", None)
+        self._pg = self.host_pg or device_pg
+        try:
+            input_dist = super().create_input_dist(device=torch.device("cpu"))  # type: ignore[misc]
+        finally:
+            self._pg = device_pg
+        mean = [
+            table.pooling is PoolingType.MEAN
+            for group in self._grouped_embedding_configs_per_rank_in_feature_order()
+            for table in group.embedding_tables
+            for _ in range(table.num_features())
+        ]
+        if self.sharding_type in ROW_SHARDED and any(mean):
+            return MeanFoldingInputDist(input_dist, mean)
+        return input_dist
+
+    def _grouped_embedding_configs_per_rank_in_feature_order(self: Any) -> list[Any]:
+        """The groups whose features, one after the other, are `feature_names()`."""
+        if self.sharding_type in (ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL):
+            return self._grouped_embedding_configs
+        per_rank = self._grouped_embedding_configs_per_rank
+        if self.sharding_type in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD):
+            per_rank = per_rank[:: self._local_size]  # every rank of a host has the same groups
+        return [group for groups in per_rank for group in groups]
+
+    def create_lookup(
+        self: Any,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: Any = None,
+    ) -> PooledLookup:
+        return PooledLookup(
+            self._grouped_embedding_configs_per_rank[self._rank],
+            pg=self._env.process_group,
+            device=device if device is not None else self._device,
+            sharding_type=self.sharding_type,
+            env=self._env,
+        )
+
+
+class TableWise(_OnHost, TwPooledEmbeddingSharding):
+    sharding_type = ShardingType.TABLE_WISE
+
+
+class RowWise(_OnHost, RwPooledEmbeddingSharding):
+    sharding_type = ShardingType.ROW_WISE
+
+
+class ColumnWise(_OnHost, CwPooledEmbeddingSharding):
+    sharding_type = ShardingType.COLUMN_WISE
+
+
+class TableColumnWise(_OnHost, TwCwPooledEmbeddingSharding):
+    sharding_type = ShardingType.TABLE_COLUMN_WISE
+
+
+class TableRowWise(_OnHost, TwRwPooledEmbeddingSharding):
+    sharding_type = ShardingType.TABLE_ROW_WISE
+
+
+class Grid(_OnHost, GridPooledEmbeddingSharding):
+    sharding_type = ShardingType.GRID_SHARD
+
+
+class DataParallel(_OnHost, DpPooledEmbeddingSharding):
+    sharding_type = ShardingType.DATA_PARALLEL
+
+
+_SHARDINGS: dict[str, type[Any]] = {
+    sharding.sharding_type.value: sharding
+    for sharding in (TableWise, RowWise, ColumnWise, TableColumnWise, TableRowWise, Grid, DataParallel)
+}
+
+
+def pooled_sharding(
+    infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None,
+    permute_embeddings: bool,
+    qcomm_codecs_registry: Any,
+) -> EmbeddingSharding[Any, Any, Any, Any]:
+    """The sharding of `infos`, which all have one type.  Raises ValueError for a type that we don't have."""
+    name = infos[0].param_sharding.sharding_type
+    if name not in _SHARDINGS:
+        raise ValueError(f"sharding type {name} not supported; use one of {sorted(_SHARDINGS)}")
+    if name == ShardingType.DATA_PARALLEL.value:
+        return DataParallel(infos, env, device)
+    options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+    if name in (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value):
+        options["permute_embeddings"] = permute_embeddings
+    return _SHARDINGS[name](infos, env, device, **options)

@@ -1,0 +1,119 @@
+"""The sharded side of `training`: DistributedModelParallel with our sharder, on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torchrec.distributed.sharding_plan as plans
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from recsys_tpu.runtime import Runtime
+from recsys_tpu.sharding.embedding_bag_collection import TpuEmbeddingBagCollectionSharder
+from tests.sharding.training import Case, Model, batch_of, initial_tables, loss_of
+
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+}
+
+
+def sharding_of(table: Any, world: int) -> Any:
+    first = table.ranks[0] % world
+    match table.sharding:
+        case "table_wise":
+            return plans.table_wise(rank=first)
+        case "row_wise":
+            return plans.row_wise()
+        case "column_wise":
+            return plans.column_wise(ranks=[rank % world for rank in table.ranks])
+        case "table_row_wise":
+            return plans.table_row_wise(host_index=0)
+        case "grid_shard":
+            return plans.grid_shard(host_indexes=[0])
+        case "data_parallel":
+            return plans.data_parallel()
+    raise AssertionError(table.sharding)
+
+
+def shard(case: Case, runtime: Runtime, **sharder_options: Any) -> DistributedModelParallel:
+    """The model of a case, sharded by its plan, with the case's initial tables loaded."""
+    world, device = runtime.world_size, runtime.device
+    params = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": case.rate, "eps": 1e-8}
+    sharder = TpuEmbeddingBagCollectionSharder(fused_params=params, **sharder_options)
+    model = Model(case)
+    generators = {f"t{index}": sharding_of(table, world) for index, table in enumerate(case.tables)}
+    plan = plans.construct_module_sharding_plan(
+        model.ebc, generators, sharder=sharder, local_size=world, world_size=world, device_type=device.type
+    )
+    for sharding in plan.values():
+        if sharding.sharding_type != "data_parallel":
+            sharding.compute_kernel = "fused"
+    dmp = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(runtime.process_group),
+        device=device,
+        plan=ShardingPlan({"ebc": plan}),
+        sharders=[sharder],
+    )
+    tables = {f"ebc.{name}": value for name, value in initial_tables(case).items()}
+    dmp.load_state_dict(tables)
+    return dmp
+
+
+def dense_optimizer(dmp: DistributedModelParallel, case: Case) -> KeyedOptimizerWrapper | None:
+    dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+    if not dense:
+        return None
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=case.rate),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=case.rate, eps=1e-8),
+        "adam": lambda p: torch.optim.Adam(p, lr=case.rate),
+    }
+    return KeyedOptimizerWrapper(dense, kinds[case.optimizer])
+
+
+def pieces(value: Any) -> list[tuple[list[int], torch.Tensor]]:
+    """This rank's shards of a (sharded) tensor with their offsets, on CPU."""
+    if not isinstance(value, ShardedTensor):
+        return [([0] * value.dim(), value.detach().cpu().clone())]
+    return [
+        (list(shard.metadata.shard_offsets), shard.tensor.cpu().clone()) for shard in value.local_shards()
+    ]
+
+
+def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:
+    """Losses, first outputs, pieces of tables and of states of this rank."""
+    dmp = shard(case, runtime)
+    dense = dense_optimizer(dmp, case)
+    losses, first = [], None
+    for step in range(case.steps):
+        output = dmp.module.ebc(batch_of(case, step, runtime.rank))
+        names = output.keys()
+        columns = dict(zip(names, output.length_per_key(), strict=True))
+        first = {key: output[key].detach().cpu() for key in names} if first is None else first
+        loss = loss_of(output.values(), names, columns)
+        if dense is not None:
+            dense.zero_grad()
+        loss.backward()
+        dmp.fused_optimizer.step()
+        if dense is not None:
+            dense.step()
+        losses.append(float(loss.detach()))
+    tables = {name: pieces(value) for name, value in dmp.module.ebc.state_dict().items()}
+    states = {
+        key.removeprefix("ebc."): {name.split(".")[-1]: pieces(value) for name, value in state.items()}
+        for key, state in dmp.fused_optimizer.state_dict()["state"].items()
+    }
+    return {"losses": losses, "first": first, "tables": tables, "states": states}
+
+
+def train_all(runtime: Runtime, cases: list[Case]) -> list[dict[str, Any]]:
+    """Several cases in one set of processes, because starting one takes seconds."""
+    return [train_sharded(runtime, case) for case in cases]

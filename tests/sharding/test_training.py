@@ -1,0 +1,80 @@
+"""Sharded training equals unsharded training: losses, outputs, tables and optimizer state after 20 steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sharding import training
+from tests.sharding.ranks import on_ranks
+from tests.sharding.training import Case, Table
+
+SHARDED = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
+TRAIN = "tests.sharding.sharded:train_all"
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+
+
+def tables(sharding: str) -> tuple[Table, ...]:
+    """Shared features, several widths, one row (more ranks than rows), both poolings."""
+    return (
+        Table(50, 8, ("a", "b"), sharding),
+        Table(1, 4, ("c",), sharding, ranks=(1,)),
+        Table(300, 16, ("d", "a"), sharding, ranks=(1, 0), mean=True),
+        Table(7, 8, ("e",), sharding, ranks=(1,)),
+    )
+
+
+def cases() -> list[Case]:
+    found = [Case(tables(kind), optimizer=optimizer) for kind in SHARDED for optimizer in OPTIMIZERS]
+    found += [Case(tables("data_parallel"), optimizer=optimizer) for optimizer in ("sgd", "adagrad")]
+    sums = {kind: tuple(replace(table, mean=False) for table in tables(kind)) for kind in SHARDED}
+    found += [Case(sums[kind], weighted=True) for kind in ("table_wise", "row_wise")]
+    found += [Case(tables(kind), same_id=True) for kind in ("table_wise", "row_wise")]
+    found += [Case(tables(kind), longest_bag=0, steps=2) for kind in ("table_wise", "row_wise")]
+    mixed = tuple(
+        Table(40 + 10 * index, 8, (f"f{index}",), kind, ranks=(index,))
+        for index, kind in enumerate((*SHARDED, "data_parallel"))
+    )
+    return [*found, Case(mixed, optimizer="adagrad")]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def runs(request: pytest.FixtureRequest) -> tuple[int, list[list[dict[str, Any]]]]:
+    return request.param, on_ranks(TRAIN, request.param, "cpu", cases())
+
+
+@pytest.mark.parametrize("index", range(len(cases())))
+def test_sharded_equals_unsharded(runs: tuple[int, list[list[dict[str, Any]]]], index: int) -> None:
+    world, results = runs
+    case = cases()[index]
+    check_equal(case, [result[index] for result in results], training.train_unsharded(case, world))
+
+
+def check_equal(
+    case: Case, ranks: list[dict[str, Any]], expected: dict[str, Any], rtol: float = 1e-5
+) -> None:
+    losses = np.mean([rank["losses"] for rank in ranks], axis=0)
+    np.testing.assert_allclose(losses, expected["losses"], rtol=rtol)
+    for key, value in expected["first"].items():
+        output = torch.cat([rank["first"][key] for rank in ranks])
+        torch.testing.assert_close(output, value, rtol=rtol, atol=rtol)
+    start = training.initial_tables(case)
+    for name, value in expected["tables"].items():
+        pieces = [rank["tables"][name] for rank in ranks]
+        if case.tables[int(name.split(".")[1][1:])].sharding == "data_parallel":
+            for rank in pieces:
+                torch.testing.assert_close(rank[0][1], value, rtol=rtol, atol=rtol)
+            continue
+        trained = training.assembled(pieces, value.shape)
+        torch.testing.assert_close(trained, value, rtol=rtol, atol=rtol)
+        if case.longest_bag:
+            assert not torch.equal(trained, start[name]), f"{name} was not trained"
+        for kind, state in expected["states"][name].items():
+            pieces = [rank["states"][name][kind] for rank in ranks if name in rank["states"]]
+            state = state.flatten() if case.optimizer == "rowwise_adagrad" else state
+            got = training.assembled(pieces, state.shape).double()
+            torch.testing.assert_close(got, state, rtol=rtol, atol=rtol)
