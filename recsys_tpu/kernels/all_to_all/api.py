@@ -1,0 +1,265 @@
+"""Exchanges between the chips of a mesh axis, for JAX programs: differentiable, any chunk shape.
+
+Every function runs inside `jax.shard_map(..., check_vma=False)` and mirrors one of `reference`, with
+`axis` naming the mesh axis and
+
+    scale            factor applied to float32 payloads before they are rounded for the wire
+    wire_dtype       dtype on the links, float32 or bfloat16; None is the payload's own
+    grad_wire_dtype  the same for the gradient's way back
+    collective_id    distinguishes kernels that may run at the same time
+    interpret        False on a chip, `pltpu.InterpretParams` elsewhere
+
+The backward pass of an exchange is the exchange in the other direction, with the same kernel and scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from recsys_tpu.kernels.all_to_all import coded, direct, reference
+from recsys_tpu.kernels.all_to_all.lines import LANES, Pieces, from_lines, tile_lines, to_lines
+from recsys_tpu.kernels.all_to_all.parts import Interpret, Ring
+
+# DMAs that one peer's chunk is cut into.  A ragged exchange moves whole pieces, so it needs finer ones.
+EQUAL_PIECES = 4
+RAGGED_PIECES = 32
+
+DType = jnp.dtype | type | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    ring: Ring
+    scale: float
+    wire_dtype: DType
+    grad_wire_dtype: DType
+    collective_id: int
+    interpret: Interpret
+
+    def backward(self) -> _Options:
+        return replace(self, wire_dtype=self.grad_wire_dtype, grad_wire_dtype=self.wire_dtype)
+
+    def converts(self, dtype: jnp.dtype) -> bool:
+        return self.scale != 1.0 or (self.wire_dtype is not None and jnp.dtype(self.wire_dtype) != dtype)
+
+
+def _options(
+    op: str,
+    chunks: jax.Array,
+    axis: str,
+    *,
+    scale: float,
+    wire_dtype: DType,
+    grad_wire_dtype: DType,
+    collective_id: int,
+    interpret: Interpret,
+) -> _Options:
+    chips = lax.axis_size(axis)
+    if chunks.ndim < 2 or chunks.shape[0] != chips or 0 in chunks.shape:
+        raise ValueError(
+            f"{op}(): expected chunks [{chips}, *chunk], one non-empty chunk for each chip of mesh axis "
+            f"{axis!r}, got shape {list(chunks.shape)}"
+        )
+    options = _Options(
+        ring=Ring(axis, chips),
+        scale=float(scale),
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+        collective_id=collective_id,
+        interpret=interpret,
+    )
+    for direction in (options, options.backward()):
+        wire = direction.wire_dtype
+        if wire is not None and jnp.dtype(wire) not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(
+                f"{op}(): expected a wire dtype of float32 or bfloat16, got {jnp.dtype(wire).name}"
+            )
+        if direction.converts(chunks.dtype) and chunks.dtype != jnp.float32:
+            raise ValueError(f"{op}(): scale and wire dtypes need float32 chunks, got {chunks.dtype.name}")
+    return options
+
+
+def all_to_all(
+    chunks: jax.Array,
+    *,
+    axis: str,
+    scale: float = 1.0,
+    wire_dtype: DType = None,
+    grad_wire_dtype: DType = None,
+    collective_id: int = 0,
+    interpret: Interpret = False,
+) -> jax.Array:
+    """``[chips, *chunk]``: chunk ``i`` goes to chip ``i``; chunk ``i`` of the result came from chip ``i``.
+
+    Bit for bit `reference.all_to_all`.  Raises ValueError for shapes or dtypes that it does not take.
+    """
+    options = _options(
+        "all_to_all",
+        chunks,
+        axis,
+        scale=scale,
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+        collective_id=collective_id,
+        interpret=interpret,
+    )
+    return _all_to_all(chunks, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _all_to_all(chunks: jax.Array, options: _Options) -> jax.Array:
+    if options.ring.size == 1:
+        return reference.all_to_all(
+            chunks, axis=options.ring.axis, scale=options.scale, wire_dtype=options.wire_dtype
+        )
+    chunk_shape = chunks.shape[1:]
+    elements = math.prod(chunk_shape)
+    if not options.converts(chunks.dtype):
+        pieces = Pieces.of(elements, tile=tile_lines(chunks.dtype), at_most=EQUAL_PIECES)
+        received = direct.direct_all_to_all(
+            to_lines(chunks, pieces),
+            ring=options.ring,
+            pieces=pieces,
+            collective_id=options.collective_id,
+            interpret=options.interpret,
+        )
+        return from_lines(received, chunk_shape)
+    wire_dtype = options.wire_dtype or chunks.dtype
+    pieces = Pieces.of(
+        elements,
+        tile=tile_lines(chunks.dtype, wire_dtype),
+        at_most=EQUAL_PIECES,
+        max_lines_each=coded.MAX_PIECE_LINES,
+    )
+    received = coded.coded_all_to_all(
+        to_lines(chunks, pieces),
+        ring=options.ring,
+        pieces=pieces,
+        scale=options.scale,
+        wire_dtype=wire_dtype,
+        collective_id=options.collective_id,
+        interpret=options.interpret,
+    )
+    return from_lines(received, chunk_shape)
+
+
+def _all_to_all_forward(chunks: jax.Array, options: _Options) -> tuple[jax.Array, None]:
+    return _all_to_all(chunks, options), None
+
+
+def _all_to_all_backward(options: _Options, residual: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (_all_to_all(grad, options.backward()),)
+
+
+_all_to_all.defvjp(_all_to_all_forward, _all_to_all_backward)
+
+
+def ragged_all_to_all(
+    chunks: jax.Array,
+    send_counts: jax.Array,
+    *,
+    axis: str,
+    scale: float = 1.0,
+    wire_dtype: DType = None,
+    grad_wire_dtype: DType = None,
+    collective_id: int = 0,
+    interpret: Interpret = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Exchange the first ``send_counts[i]`` rows of every chunk ``i`` of ``[chips, capacity, dim]``.
+
+    Returns the rows received, ``[chips, capacity, dim]`` with zeros behind the valid ones, and their
+    counts, int32 ``[chips]``.  Only pieces that hold valid rows travel (1/32 of the capacity each, at least
+    one tile).  A count above the capacity is not cut: it comes out as it is in the counts received, for
+    the host to refuse, see `check_counts`; rows beyond the capacity do not travel.
+    """
+    options = _options(
+        "ragged_all_to_all",
+        chunks,
+        axis,
+        scale=scale,
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+        collective_id=collective_id,
+        interpret=interpret,
+    )
+    if chunks.ndim != 3:
+        raise ValueError(
+            f"ragged_all_to_all(): expected chunks [chips, capacity, dim], got shape {list(chunks.shape)}"
+        )
+    if send_counts.shape != (options.ring.size,) or send_counts.dtype != jnp.int32:
+        raise ValueError(
+            f"ragged_all_to_all(): expected int32 send_counts [{options.ring.size}], got "
+            f"{send_counts.dtype.name} {list(send_counts.shape)}"
+        )
+    received_counts = lax.all_to_all(send_counts, axis, 0, 0, tiled=True)
+    return _ragged_all_to_all(chunks, send_counts, received_counts, options), received_counts
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ragged_all_to_all(
+    chunks: jax.Array, send_counts: jax.Array, received_counts: jax.Array, options: _Options
+) -> jax.Array:
+    if options.ring.size == 1:
+        received = reference.all_to_all(
+            chunks, axis=options.ring.axis, scale=options.scale, wire_dtype=options.wire_dtype
+        )
+        return reference.valid_rows(received_counts, received)
+    _, capacity, dim = chunks.shape
+    wire = chunks
+    if options.converts(chunks.dtype):
+        wire = (chunks * options.scale).astype(options.wire_dtype or chunks.dtype)
+    pieces = Pieces.of(capacity * dim, tile=tile_lines(wire.dtype), at_most=RAGGED_PIECES)
+
+    def used_pieces(counts: jax.Array) -> jax.Array:
+        elements = jnp.clip(counts, 0, capacity) * dim
+        piece_elements = pieces.lines_each * LANES
+        return (elements + piece_elements - 1) // piece_elements
+
+    received = direct.direct_ragged_all_to_all(
+        to_lines(wire, pieces),
+        used_pieces(send_counts),
+        used_pieces(received_counts),
+        ring=options.ring,
+        pieces=pieces,
+        collective_id=options.collective_id,
+        interpret=options.interpret,
+    )
+    return reference.valid_rows(received_counts, from_lines(received, (capacity, dim)).astype(chunks.dtype))
+
+
+def _ragged_forward(
+    chunks: jax.Array, send_counts: jax.Array, received_counts: jax.Array, options: _Options
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _ragged_all_to_all(chunks, send_counts, received_counts, options), (send_counts, received_counts)
+
+
+def _ragged_backward(
+    options: _Options, counts: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, None, None]:
+    send_counts, received_counts = counts
+    return _ragged_all_to_all(grad, received_counts, send_counts, options.backward()), None, None
+
+
+_ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)
+
+
+def check_counts(counts: np.ndarray, *, capacity: int) -> None:
+    """Raise ValueError if an exchange was asked for more rows than its buffers hold.
+
+    `counts` are rows sent or received, of any shape; the last axis is the peer chip.
+    """
+    counts = np.asarray(counts)
+    bad = np.argwhere((counts < 0) | (counts > capacity))
+    if len(bad):
+        where = tuple(int(i) for i in bad[0])
+        raise ValueError(
+            f"ragged_all_to_all(): expected counts of 0 to {capacity} rows (the capacity), got "
+            f"{int(counts[where])} for chip {where[-1]}; raise the capacity to at least {int(counts.max())}"
+        )

@@ -1,0 +1,130 @@
+"""Child process: exchanges on interpreted chips against XLA's own collectives, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from recsys_tpu.kernels.all_to_all import api, reference
+from tests.kernels.all_to_all.children import serve
+from tests.kernels.all_to_all.interpreting import MODES, differences, interpreter, mesh_of, on_chips
+
+
+def payload(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> Any:
+    values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return jnp.asarray(values * 1000 if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype)
+
+
+def equal(
+    mode: str, chips: int, chunk: tuple[int, ...], dtype: Any = jnp.float32, **options: Any
+) -> list[str]:
+    x = payload(chips, chips, *chunk, dtype=dtype)
+    mesh = mesh_of(chips)
+    got = on_chips(
+        mesh, functools.partial(api.all_to_all, axis="x", interpret=interpreter(mode), **options), x
+    )
+    return differences(got, on_chips(mesh, functools.partial(reference.all_to_all, axis="x", **options), x))
+
+
+def ragged(mode: str, counts: list[list[int]], capacity: int, dim: int, **options: Any) -> list[str]:
+    chips = len(counts)
+    x, send = payload(chips, chips, capacity, dim), np.array(counts, np.int32)
+    mesh = mesh_of(chips)
+    got = on_chips(
+        mesh,
+        functools.partial(api.ragged_all_to_all, axis="x", interpret=interpreter(mode), **options),
+        x,
+        send,
+    )
+    expected = on_chips(mesh, functools.partial(reference.ragged_all_to_all, axis="x", **options), x, send)
+    return differences(got, expected)
+
+
+def equal_gradient(mode: str) -> list[str]:
+    x, weight = payload(4, 4, 12, 40), payload(4, 4, 12, 40, seed=1)
+
+    def gradient(x: jax.Array, weight: jax.Array, exchange: Any) -> jax.Array:
+        return jax.grad(lambda x: (exchange(x) * weight).sum())(x)
+
+    mine = functools.partial(
+        api.all_to_all,
+        axis="x",
+        scale=0.5,
+        grad_wire_dtype=jnp.bfloat16,
+        interpret=interpreter(mode),
+    )
+
+    def expected(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return reference.all_to_all(weight, axis="x", scale=0.5, wire_dtype=jnp.bfloat16)
+
+    mesh = mesh_of(4)
+    return differences(
+        on_chips(mesh, functools.partial(gradient, exchange=mine), x, weight),
+        on_chips(mesh, expected, x, weight),
+    )
+
+
+def ragged_gradient(mode: str) -> list[str]:
+    counts = np.array([[3, 0, 5, 16], [1, 16, 0, 2], [0, 0, 0, 0], [7, 8, 9, 10]], np.int32)
+    x, weight = payload(4, 4, 16, 24), payload(4, 4, 16, 24, seed=1)
+
+    def gradient(x: jax.Array, weight: jax.Array, send: jax.Array, exchange: Any) -> jax.Array:
+        return jax.grad(lambda x: (exchange(x, send)[0] * weight).sum())(x)
+
+    mine = functools.partial(api.ragged_all_to_all, axis="x", interpret=interpreter(mode))
+    theirs = functools.partial(reference.ragged_all_to_all, axis="x")
+    mesh = mesh_of(4)
+    return differences(
+        on_chips(mesh, functools.partial(gradient, exchange=mine), x, weight, counts),
+        on_chips(mesh, functools.partial(gradient, exchange=theirs), x, weight, counts),
+    )
+
+
+def random_counts(chips: int, capacity: int) -> list[list[int]]:
+    return np.random.default_rng(chips).integers(0, capacity + 1, (chips, chips)).tolist()
+
+
+BF16 = jnp.bfloat16
+SHAPES = {
+    **{f"equal, {chips} chips": (equal, chips, (40, 128)) for chips in (2, 4, 8)},
+    "equal, 3 chips": (equal, 3, (16, 128)),
+    "equal, dim 24": (equal, 4, (10, 24)),
+    "equal, dim 200": (equal, 2, (9, 200)),
+    "equal, one element": (equal, 4, (1,)),
+    "equal, bf16": (equal, 4, (33, 128), BF16),
+    "equal, int32": (equal, 2, (33, 128), jnp.int32),
+    **{f"ragged, {chips} chips": (ragged, random_counts(chips, 70), 70, 48) for chips in (2, 4, 8)},
+    "ragged, a rank with zero ids": (ragged, [[0, 0, 0], [5, 0, 7], [0, 9, 1]], 16, 64),
+    "ragged, no ids at all": (ragged, [[0, 0], [0, 0]], 16, 64),
+    "ragged, capacity full": (ragged, [[16, 16], [16, 16]], 16, 128),
+}
+CONVERTING = {
+    "scaled": (equal, 4, (40, 128), jnp.float32, {"scale": 0.25}),
+    "bf16 wire, 4 chips": (equal, 4, (100, 96), jnp.float32, {"wire_dtype": BF16, "scale": 1 / 3}),
+    "bf16 wire, more pieces than buffers": (equal, 2, (2560, 128), jnp.float32, {"wire_dtype": BF16}),
+    "ragged, bf16 wire": (ragged, random_counts(4, 50), 50, 128, {"wire_dtype": BF16, "scale": 0.5}),
+}
+
+
+def bind(case: tuple[Any, ...], mode: str) -> Any:
+    function, *arguments = case
+    options = arguments.pop() if isinstance(arguments[-1], dict) else {}
+    return functools.partial(function, mode, *arguments, **options)
+
+
+PROOFS = {
+    **{
+        f"{name}, {mode}": bind(case, mode)
+        for (name, case), mode in itertools.product({**SHAPES, **CONVERTING}.items(), MODES)
+    },
+    **{f"equal gradient, {mode}": functools.partial(equal_gradient, mode) for mode in MODES},
+    **{f"ragged gradient, {mode}": functools.partial(ragged_gradient, mode) for mode in MODES},
+}
+
+if __name__ == "__main__":
+    serve(PROOFS)
