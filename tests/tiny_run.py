@@ -7,10 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from recsys_tpu.config import Config
 
@@ -85,7 +86,9 @@ def losses(run_directory: Path, *, skip_lines: int = 0) -> dict[int, float]:
     return result
 
 
-def start_ranks(arguments: list[str], world_size: int, **environment: str) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    arguments: list[str], world_size: int, *, output: IO[str], **environment: str
+) -> list[subprocess.Popen[str]]:
     """``python <arguments>`` once a rank, with torchrun's variables; no agent watches over them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -104,27 +107,29 @@ def start_ranks(arguments: list[str], world_size: int, **environment: str) -> li
         subprocess.Popen(
             [sys.executable, *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=output,
+            stderr=output,
             text=True,
         )
         for rank in range(world_size)
     ]
 
 
-def run_ranks(arguments: list[str], world_size: int, *, timeout_s: float = 240) -> list[str]:
-    """Output of each rank.
+def run_ranks(arguments: list[str], world_size: int, *, timeout_s: float = 240) -> str:
+    """Output of all ranks together.
 
     Raises:
-        AssertionError: a rank ended with another status than 0, with its output.
+        AssertionError: a rank ended with another status than 0, with the output.
     """
-    processes = start_ranks(arguments, world_size)
-    try:
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
-    return outputs
+    with tempfile.TemporaryFile("w+") as output:
+        processes = start_ranks(arguments, world_size, output=output)
+        try:
+            statuses = [process.wait(timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        output.seek(0)
+        text = output.read()
+    assert statuses == [0] * world_size, text[-4000:]
+    return text
