@@ -1,0 +1,210 @@
+"""Proven lower bounds: what no plan can beat.
+
+For a target (seconds T, bytes M) we relax the problem to a linear program: tables may mix options, column
+shards may have any mix of widths, ranks only obey the load averaged over them.  What makes it tight:
+
+* average rows: mean work + mean send ≤ T, mean work + receive ≤ T, mean work + bisection ≤ T, mean
+  memory ≤ M (a maximum is never below a mean, and max(a, b) is never below a or b);
+* common load: every rank waits for receive or bisection and does the work of EVERY options.  The least
+  such C that the program allows leaves T − C for the work of other items, and the least time E of EVERY
+  options alone leaves T − E for their work and sending; an option whose single item needs more is
+  out.  C, E and the options that remain are computed in turns;
+* dual feasible functions u_k (Fekete and Schepers, 2001): if items fit a rank then Σ u_k(size/limit) ≤ 1,
+  so the mean of that sum is ≤ 1.  They see that two items just over half a rank never share one.
+
+Where the program has no solution, no plan has; the largest such T found is the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from scipy.sparse import csc_matrix, vstack
+
+from recsys_tpu.sharding.planner.problem import EVERY, BoolArray, FloatArray, IntArray, Problem
+
+_DUAL_FUNCTIONS = (1, 2, 3, 4, 6)
+_TURNS = 4
+_EPS = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """Answer of the linear program at one target.
+
+    Attributes:
+        value: least mean rank time.
+        common: least load that all ranks share.
+        usable: options that a plan within the target may contain.
+        weights: share of each option in the relaxed plan.
+    """
+
+    value: float
+    common: float
+    usable: BoolArray
+    weights: FloatArray
+
+
+class Relaxed:
+    """The linear program of a problem, solved at any target."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        o = problem.options
+        self._share = problem.copies / problem.ranks
+        every = o.kind == EVERY
+        self._every_work = np.where(every, o.work, 0.0)
+        self._every_time = np.where(every, o.work + o.send, 0.0)
+        self._own_work = np.where(every, 0.0, o.work)
+        self._own_time = np.where(every, 0.0, o.work + o.send)
+        self._proven: list[tuple[float, float, float, float]] = []
+
+    def solve(self, time: float, memory: float) -> Relaxation | None:
+        """The relaxed plan of least mean time within the target (seconds, bytes); None: there is no plan."""
+        tightened = self._tighten(time, memory)
+        if tightened is None:
+            return None
+        program, rows, common, usable = tightened
+        mean = program.minimise(rows, self._mean_rows(time))
+        if mean is None:
+            return None
+        return Relaxation(value=mean[0] * time, common=common, usable=usable, weights=mean[1])
+
+    def usable_at(self, time: float, memory: float) -> BoolArray:
+        """Options that some plan within a target may contain; all, where the target is impossible."""
+        tightened = self._tighten(time, memory)
+        return tightened[3] if tightened else np.ones(len(self._problem.options), dtype=bool)
+
+    def possible(self, time: float, memory: float) -> bool:
+        """False proves that no plan has every rank within the target."""
+        return self._tighten(time, memory) is not None
+
+    def _tighten(
+        self, time: float, memory: float
+    ) -> tuple[_Program, list[FloatArray], float, BoolArray] | None:
+        """Raise the common load and drop options in turns; None once the program has no solution."""
+        o = self._problem.options
+        # A tighter target leaves less choice, so what was proven for a wider one still holds.
+        wider = [(common, shared) for t, m, common, shared in self._proven if t >= time and m >= memory]
+        common = max((one for one, _ in wider), default=0.0)
+        every = max((one for _, one in wider), default=0.0)
+        waits = [(self._every_work + o.receive) / time, (self._every_work + o.bisection) / time]
+        for turn in range(_TURNS):
+            usable = (
+                (self._own_time + every <= time * (1 + _EPS))
+                & (self._own_work + common <= time * (1 + _EPS))
+                & (o.memory <= memory * (1 + _EPS))
+            )
+            program = _Program(self._problem, usable)
+            if not program.complete:
+                return None
+            rows = self._rows(time, memory, common, every)
+            limits = [*rows, *self._mean_rows(time)]
+            least = program.minimise(limits, waits)
+            if least is None:
+                return None
+            if turn == _TURNS - 1 or least[0] * time <= common * 1.003 + 1e-12:
+                break
+            # Rounded down: the solver's tolerance must not make the bound too sharp.
+            common = max(common, least[0] * time * (1 - 1e-6))
+            if turn == 0:
+                always = program.minimise(limits, [self._every_time / time])
+                if always is None:
+                    return None
+                every = max(every, always[0] * time * (1 - 1e-6))
+        self._proven.append((time, memory, common, every))
+        return program, rows, common, usable
+
+    def memory_bound(self, time: float, upper: float, *, steps: int = 6) -> float:
+        """A largest-rank memory that no plan within `time` can beat; `upper` is one some plan reaches."""
+        low, high = 0.0, upper
+        for _ in range(steps):
+            if high - low <= 1e-3 * high:
+                break
+            middle = (low + high) / 2
+            if self.possible(time, middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _mean_rows(self, time: float) -> list[FloatArray]:
+        o = self._problem.options
+        work = self._share * o.work
+        return [(work + self._share * o.send) / time, (work + o.receive) / time, (work + o.bisection) / time]
+
+    def _rows(self, time: float, memory: float, common: float, every: float) -> list[FloatArray]:
+        o = self._problem.options
+        sizes = [o.memory / memory]
+        if every < time:
+            sizes.append(self._own_time / (time - every))
+        if common < time:
+            sizes.append(self._own_work / (time - common))
+        rows = [self._share * size for size in sizes]
+        for size in sizes:
+            rows += [self._share * _dual(k, size) for k in _DUAL_FUNCTIONS]
+        return rows
+
+
+class _Program:
+    """Linear programs over the usable options: every table takes them with weights that sum to 1."""
+
+    def __init__(self, problem: Problem, usable: BoolArray) -> None:
+        self._options = len(usable)
+        self._columns = np.flatnonzero(usable)
+        table = problem.options.table[self._columns]
+        self.complete = len(np.unique(table)) == problem.tables
+        self._one_each = csc_matrix(
+            (np.ones(len(table)), (table, np.arange(len(table)))), shape=(problem.tables, len(table) + 1)
+        )
+        self._tables = problem.tables
+
+    def minimise(
+        self, rows: list[FloatArray], objective: list[FloatArray]
+    ) -> tuple[float, FloatArray] | None:
+        """Least possible maximum of the `objective` rows, with every one of `rows` at most 1."""
+        matrix = np.zeros((len(rows) + len(objective), len(self._columns) + 1))
+        matrix[:, :-1] = np.array([*rows, *objective])[:, self._columns]
+        matrix[len(rows) :, -1] = -1.0
+        whole = vstack([csc_matrix(matrix), self._one_each], format="csc")
+        lp = highspy.HighsLp()
+        lp.num_row_, lp.num_col_ = whole.shape
+        lp.col_cost_ = np.append(np.zeros(len(self._columns)), 1.0)
+        lp.col_lower_ = np.zeros(lp.num_col_)
+        lp.col_upper_ = np.full(lp.num_col_, highspy.kHighsInf)
+        slack = np.concatenate([np.full(len(rows), 1 + _EPS), np.zeros(len(objective))])
+        lp.row_lower_ = np.concatenate([np.full(len(slack), -highspy.kHighsInf), np.ones(self._tables)])
+        lp.row_upper_ = np.concatenate([slack, np.ones(self._tables)])
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = (
+            whole.indptr,
+            whole.indices,
+            whole.data,
+        )
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("threads", 1)
+        highs.passModel(lp)
+        highs.run()
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        values = np.array(highs.getSolution().col_value)
+        weights = np.zeros(self._options)
+        weights[self._columns] = values[:-1]
+        return float(values[-1]), weights
+
+
+def _dual(k: int, size: FloatArray) -> FloatArray:
+    """u_k of Fekete and Schepers; near a breakpoint the smaller of its two values, which keeps it valid."""
+    scaled = (k + 1) * size
+    steps = np.floor(scaled) / k
+    near = np.abs(scaled - np.round(scaled)) < 1e-6
+    return np.where(near, np.minimum(size, steps), steps)
+
+
+def rounded(problem: Problem, weights: FloatArray) -> IntArray:
+    """The heaviest option of each table."""
+    o = problem.options
+    order = np.lexsort((-np.arange(len(o)), weights, o.table))
+    return order[problem.first[1:] - 1]
