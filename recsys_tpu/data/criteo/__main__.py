@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _recipe(options),
             jobs=options.jobs,
             max_bad=_max_bad(options),
-            console=Console(stderr=True, soft_wrap=True),
+            console=Console(stderr=True, soft_wrap=True, highlight=False),
         )
     except (ValueError, WorkerDied) as error:
         return _fail(str(error))

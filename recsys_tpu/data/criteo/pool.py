@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -72,6 +73,7 @@ def run_tasks(
 def _start_worker(counter: Synchronized[int], stop: Event) -> None:
     global _counter, _stop
     _counter, _stop = counter, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from recsys_tpu.data.criteo.pool import Report, run_tasks
 from recsys_tpu.data.criteo.progress import phase
 from recsys_tpu.data.criteo.recipe import Hashed, Recipe, Vocabulary
 from recsys_tpu.data.criteo.schema import DENSE_FEATURES, SPARSE_FEATURES
-from recsys_tpu.data.criteo.source import READ_BYTES, SourceFile, expand_inputs, scan
+from recsys_tpu.data.criteo.source import READ_BYTES, SourceError, SourceFile, expand_inputs, scan
 from recsys_tpu.data.criteo.splits import RowRange, resolve_splits
 from recsys_tpu.data.criteo.vocabulary import Run, write_vocabulary
 from recsys_tpu.data.criteo.work import BadRowError, Job, Tally
@@ -76,7 +76,8 @@ def preprocess(
         parts = plan_parts(sources, ranges, recipe.rows_per_part)
         job = Job(output, recipe, sources, max_bad, block_bytes)
         encoder, num_embeddings = _make_encoder(workspace, job, parts, jobs, console)
-        _run(workspace, work.encode, replace(job, encoder=encoder), parts, jobs, console, "encode")
+        job = replace(job, encoder=encoder)
+        _run(workspace, "encode", work.encode, work.encode_step, job, parts, jobs, console)
         metadata = _finish(workspace, job, ranges, parts, num_embeddings)
         metadata.save(output)
         workspace.delete()
@@ -112,20 +113,21 @@ def _identity(source: SourceFile) -> dict[str, Any]:
 
 def _scan(workspace: Workspace, paths: Sequence[str], jobs: int, console: Console) -> list[SourceFile]:
     """Scan the files that an earlier run didn't scan or that were touched since."""
-    total = sum(Path(path).stat().st_size for path in paths)
     tasks = [(workspace.output, index, path) for index, path in enumerate(paths)]
+    todo = [task for task in tasks if _stored_scan(*task) is None]
+    total = sum(Path(path).stat().st_size for _, _, path in todo)
     with phase(console, "scan", total, unit="MB", scale=1_000_000) as report:
-        run_tasks(_scan_file, tasks, jobs=jobs, report=report)
-    return [source for task in tasks if (source := _stored_scan(*task)) is not None]
+        run_tasks(_scan_file, todo, jobs=jobs, report=report)
+    sources = [_stored_scan(*task) for task in tasks]
+    for path, source in zip(paths, sources, strict=True):
+        if source is None:
+            raise SourceError(f"{path}: changed while it was read; let it be and run again")
+    return [source for source in sources if source is not None]
 
 
 def _scan_file(task: tuple[Path, int, str], report: Report) -> None:
     output, index, path = task
-    source = _stored_scan(*task)
-    if source is None:
-        Workspace(output).save(f"scan/{index}", asdict(scan(path, report)))
-    else:
-        report(source.bytes)
+    Workspace(output).save(f"scan/{index}", asdict(scan(path, report)))
 
 
 def _stored_scan(output: Path, index: int, path: str) -> SourceFile | None:
@@ -150,7 +152,7 @@ def _make_encoder(
         raise ValueError("a vocabulary is fitted on the train split: give --split train=FIRST-LAST")
     hash_files = [workspace.root / VOCABULARY_DIRECTORY / f"{name}.hashes" for name in SPARSE_FEATURES]
     if workspace.load("vocabulary") is None:
-        _run(workspace, work.count_hashes, job, train, jobs, console, "count")
+        _run(workspace, "count", work.count_hashes, work.count_step, job, train, jobs, console)
         kept = _fit(workspace, ids, work.stored_runs(workspace, train), hash_files, console)
         workspace.save("vocabulary", kept)
     sizes = workspace.load("vocabulary")
@@ -183,15 +185,21 @@ def _fit(
 
 def _run(
     workspace: Workspace,
+    name: str,
     function: work.PartsFunction,
+    step: Callable[[Part], str],
     job: Job,
     parts: Sequence[Part],
     jobs: int,
     console: Console,
-    name: str,
 ) -> None:
-    tasks = [(job, group) for group in group_parts(parts, job.sources)]
-    with phase(console, name, sum(part.lines for part in parts), unit="rows") as report:
+    """Do `function` for the parts whose `step` no earlier run finished."""
+    todo = [part for part in parts if workspace.load(step(part)) is None]
+    finished = sum(part.lines for part in parts) - sum(part.lines for part in todo)
+    if finished:
+        console.print(f"{name}: {finished:,} rows were finished earlier")
+    tasks = [(job, group) for group in group_parts(todo, job.sources)]
+    with phase(console, name, sum(part.lines for part in todo), unit="rows") as report:
         run_tasks(function, tasks, jobs=jobs, report=report)
 
 

@@ -1,6 +1,6 @@
 """What a worker does with parts of a source file: count their hashes, or encode and write them.
 
-Both skip the parts that an earlier run finished and treat bad rows alike.
+Both treat bad rows alike and record each part that they finish.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rejects_path(workspace: Workspace, part: Part) -> Path:
 
 
 def count_hashes(task: tuple[Job, Sequence[Part]], report: Report) -> None:
-    """Count the hashes of each part that isn't counted yet, for the vocabulary."""
+    """Count the hashes of each part, for the vocabulary."""
     job, parts = task
     workspace = Workspace(job.output)
 
@@ -79,7 +79,7 @@ def count_hashes(task: tuple[Job, Sequence[Part]], report: Report) -> None:
             counter.add(rows.hashes, rows.hashes_missing)
         workspace.save(count_step(part), {"runs": [asdict(run) for run in counter.finish()]})
 
-    _for_each_part(job, parts, count_step, count, report)
+    _for_each_part(job, parts, count, report)
 
 
 def stored_runs(workspace: Workspace, parts: Sequence[Part]) -> list[Run]:
@@ -95,7 +95,7 @@ def stored_runs(workspace: Workspace, parts: Sequence[Part]) -> list[Run]:
 
 
 def encode(task: tuple[Job, Sequence[Part]], report: Report) -> None:
-    """Write each part that isn't written yet, and its rejects."""
+    """Write each part and its rejects."""
     job, parts = task
     workspace = Workspace(job.output)
     encoder, recipe = job.encoder, job.recipe
@@ -123,23 +123,17 @@ def encode(task: tuple[Job, Sequence[Part]], report: Report) -> None:
         _write_rejects(rejects_path(workspace, part), job.sources[part.source].name, bad)
         workspace.save(encode_step(part), asdict(tally))
 
-    _for_each_part(job, parts, encode_step, write, report)
+    _for_each_part(job, parts, write, report)
 
 
 def _for_each_part(
     job: Job,
     parts: Sequence[Part],
-    step: Callable[[Part], str],
     handle: Callable[[Part, Iterator[Rows], Tally, list[BadRow]], None],
     report: Report,
 ) -> None:
-    """Stream the unfinished parts, all of one source file and ascending, through `handle`."""
-    workspace = Workspace(job.output)
-    todo = [part for part in parts if workspace.load(step(part)) is None]
-    report(sum(part.lines for part in parts) - sum(part.lines for part in todo))
-    if not todo:
-        return
-    source = job.sources[todo[0].source]
+    """Stream parts, all of one source file and ascending, through `handle`."""
+    source = job.sources[parts[0].source]
     with Path(source.path).open("rb") as file:
         status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (source.bytes, source.mtime_ns):
@@ -148,14 +142,14 @@ def _for_each_part(
             )
         line = 1
         if source.offsets is not None:
-            index = (todo[0].first_line - 1) // INDEX_LINES
+            index = (parts[0].first_line - 1) // INDEX_LINES
             line += index * INDEX_LINES
             file.seek(source.offsets[index])
         stream = LineStream(
             source.path, file, line=line, compressed=source.offsets is None, read_bytes=job.block_bytes
         )
         with contextlib.closing(stream):
-            for part in todo:
+            for part in parts:
                 tally, bad = Tally(), list[BadRow]()
                 handle(part, _parsed_rows(job, source, stream, part, tally, bad, report), tally, bad)
 

@@ -1,6 +1,7 @@
 """Killed, interrupted, out of disk or out of step: continue or say why not."""
 
 import fcntl
+import io
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from recsys_tpu.data.criteo import preprocess as preprocess_module
 from recsys_tpu.data.criteo import work
@@ -89,6 +91,21 @@ def test_finished_parts_are_not_made_again(tmp_path, monkeypatch, log):
     assert parsed[6:] == [501, 601, 701, 801, 901]
 
 
+def test_the_report_of_a_continued_run_counts_what_it_did_itself(tmp_path, monkeypatch, log):
+    output = tmp_path / "out"
+    monkeypatch.setattr(preprocess_module, "_finish", lambda *arguments: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        run(log, output)
+    monkeypatch.undo()
+    (output / "_work" / "encode" / "train-00004.json").unlink()
+    screen = io.StringIO()
+    run(log, output, console=Console(file=screen, force_terminal=True, width=200, highlight=False))
+    assert "encode: 900 rows were finished earlier" in screen.getvalue()
+    assert "encode: 100 rows in" in screen.getvalue()
+    assert "rows/s" in screen.getvalue()
+    assert "ETA" in screen.getvalue()
+
+
 def command(log: Path, output: Path, *options: str) -> list[str]:
     return [
         *(sys.executable, "-m", "recsys_tpu.data.criteo", "preprocess", "--input", str(log)),
@@ -127,6 +144,24 @@ def test_a_killed_process_leaves_no_worker_and_can_be_continued(tmp_path):
     run_again = tmp_path / "whole"
     subprocess.run(command(log, run_again), stderr=subprocess.DEVNULL, timeout=120, check=True)
     assert all_files(output) == all_files(run_again)
+
+
+def test_ctrl_c_stops_all_workers_and_says_how_to_continue(tmp_path):
+    log = write_log(tmp_path / "day_0", random_lines(300, seed=31) * 100)
+    output = tmp_path / "out"
+    process = subprocess.Popen(
+        command(log, output), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while len(list(output.glob("_work/encode/*.json"))) < 3:
+        assert process.poll() is None, "finished before it could be interrupted"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the parent and its workers
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; run the same command again to continue" in message
+    assert "Traceback" not in message
 
 
 def test_another_recipe_is_refused_with_what_differs(tmp_path, monkeypatch, log):
