@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -46,6 +47,9 @@ class ClickTask(Task[Batch, ClickMetrics]):
 
     def batches(self, epoch: int, *, start: int) -> Iterator[Batch]:
         return self.train_reader.epoch(epoch, start=start)
+
+    def data_order(self) -> dict[str, Any]:
+        return self.train_reader.order
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         on_device = batch.dense_to(self._runtime.device)
