@@ -41,7 +41,12 @@ class RetrievalBatch:
 
 
 class RetrievalReader:
-    """Training batches for one rank."""
+    """Training batches for one rank.
+
+    Attributes:
+        batches_per_epoch: the same on every rank.
+        order: what decides the samples of every step, for the checkpoint.
+    """
 
     def __init__(
         self,
@@ -72,6 +77,12 @@ class RetrievalReader:
         self._batch_size, self._uniform_negatives = batch_size, uniform_negatives
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self.batches_per_epoch = -(-len(train) // batch_size)
+        self.order = {
+            "train_events": len(train),
+            "batch_size": batch_size,
+            "uniform_negatives": uniform_negatives,
+            "seed": seed,
+        }
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[RetrievalBatch]:
         """Batches ``start, start + 1, …`` of epoch number `epoch`."""

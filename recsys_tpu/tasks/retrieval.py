@@ -112,6 +112,9 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
         log_q = (in_batch + uniform).log()
         return torch.where(candidate_ids < 0, 0.0, log_q).float()
 
+    def data_order(self) -> dict[str, Any]:
+        return self.reader.order
+
     def evaluate(self, model: nn.Module) -> RetrievalMetrics:
         return self.evaluation.metrics(model)
 
