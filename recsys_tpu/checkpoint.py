@@ -35,6 +35,7 @@ from recsys_tpu.checkpoint_storage import (
     remove_folder,
     saved_shapes,
     stage,
+    with_local_part,
 )
 from recsys_tpu.errors import CheckpointError
 
@@ -253,7 +254,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
                 f"{tuple(value.size())}. Use the config.yaml beside it"
             )
     try:
-        dcp.load(wanted, storage_reader=CheckpointReader(checkpoint))
+        dcp.load(with_local_part(wanted), storage_reader=CheckpointReader(checkpoint))
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint}: {_first_failure(error.failures)}") from error
 

@@ -97,6 +97,15 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return tensors
 
 
+def with_local_part(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Without sharded tensors that have no shard on this rank: DCP asks those for a CUDA device."""
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not isinstance(value, ShardedTensor) or value.local_shards()
+    }
+
+
 def stage(tree: Mapping[str, Any]) -> dict[str, Tensor | StagedShards]:
     """A copy in host memory of nested dicts of tensors, by dotted name; what trains may go on at once."""
     return {name: _stage_tensor(value) for name, value in flat(tree).items()}
