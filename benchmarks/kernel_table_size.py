@@ -1,7 +1,8 @@
 """Does a step cost more when tables grow?  The same ids in tables of 10 thousand to 10 million rows.
 
-A step is a pooled lookup and a fused update, on the emulated `tpu` device (XLA on the CPU): this shows that nothing of table size is computed or copied,
-not how fast a TPU is.  Sizes take turns within one run; the median step of each is compared.
+A step is a pooled lookup and a fused update, on the emulated `tpu` device (XLA on the CPU): this shows
+that nothing of table size is computed or copied, not how fast a TPU is.  Sizes take turns within one run;
+the median step of each is compared.
 
     python benchmarks/kernel_table_size.py
 """

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys_tpu.kernels import reference
+from recsys_tpu.kernels import packing, reference
 from recsys_tpu.kernels.batch import LookupBatch
 from recsys_tpu.kernels.optimizer import HYPER_SIZE, OptimizerSpec
-from recsys_tpu.kernels.variants import Variant, variant_for
+from recsys_tpu.kernels.variants import Variant, target_chip, variant_for
 
 
 def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     """Weighted sum of each bag's rows: float32 `[B, dim]`; empty bags are 0.
 
-    weights_flat: flat `[R * dim]` float32 or bfloat16 table stack.  Differentiable in `batch.weights`;
-    that backward must run before `fused_update` changes the table.
+    weights_flat: flat `[R * dim]` float32 or bfloat16 table stack, or bfloat16 packed in int32 words
+    (see `packed`; what the TPU kernels take).  Differentiable in `batch.weights`; that backward must run
+    before `fused_update` changes the table.
     Raises ValueError for a table of another type or shape.
     """
     _check_table("pooled_lookup", weights_flat, dim)
@@ -43,7 +44,9 @@ def sequence_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tenso
         return reference.sequence_lookup(weights_flat, batch, dim)
     from recsys_tpu.kernels import ops
 
-    return ops.lookup_ops(variant)[1](weights_flat, batch.rows, batch.bags, batch.num_bags, dim)
+    return ops.lookup_ops(variant, target_chip())[1](
+        weights_flat, batch.rows, batch.bags, batch.num_bags, dim
+    )
 
 
 def fused_update(
@@ -72,7 +75,7 @@ def fused_update(
         from recsys_tpu.kernels import ops
 
         occurrences = (batch.sorted_bags, batch.segments, batch.sorted_weights)
-        results = ops.update_op(variant, spec)(
+        results = ops.update_op(variant, target_chip(), spec)(
             weights_flat, list(state), grad_output, batch.unique_rows, batch.row_offsets, *occurrences, hyper
         )
         for tensor, result in zip((weights_flat, *state), results, strict=True):
@@ -95,7 +98,7 @@ def _pooled(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     from recsys_tpu.kernels import ops
 
     ids = (batch.rows, batch.bags, batch.bag_offsets, batch.weights)
-    return ops.lookup_ops(variant)[0](weights_flat, *ids, batch.num_bags, dim)
+    return ops.lookup_ops(variant, target_chip())[0](weights_flat, *ids, batch.num_bags, dim)
 
 
 class _WeightedLookup(torch.autograd.Function):
@@ -111,9 +114,11 @@ class _WeightedLookup(torch.autograd.Function):
 
 
 def _check_table(op: str, weights_flat: Tensor, dim: int) -> None:
-    if weights_flat.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{op}: expected a float32 or bfloat16 table, got {weights_flat.dtype}")
-    if weights_flat.dim() != 1 or weights_flat.numel() % dim:
+    if weights_flat.dtype not in (torch.float32, torch.bfloat16, torch.int32):
+        raise ValueError(f"{op}: expected a float32, bfloat16 or packed table, got {weights_flat.dtype}")
+    if weights_flat.dtype is torch.int32 and dim % 2:
+        raise ValueError(f"{op}: a packed bfloat16 table needs an even dim, got {dim}")
+    if weights_flat.dim() != 1 or weights_flat.numel() % packing.words_per_row(weights_flat, dim):
         shape = tuple(weights_flat.shape)
         raise ValueError(f"{op}: expected a flat table of rows of {dim} elements, got shape {shape}")
     if weights_flat.requires_grad:
@@ -136,7 +141,7 @@ def _check_update(
         raise ValueError(
             f"fused_update: {batch.num_bags} bags, but a gradient of {grad_output.shape[0]} rows"
         )
-    expected = spec.state_sizes(weights_flat.numel() // dim, dim)
+    expected = spec.state_sizes(weights_flat.numel() // packing.words_per_row(weights_flat, dim), dim)
     got = tuple(buffer.numel() for buffer in state)
     if got != expected:
         raise ValueError(f"fused_update: {spec.optimizer.value} keeps state of sizes {expected}, got {got}")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import jax
 import torch
 
 from recsys_tpu.kernels import xla
+from recsys_tpu.kernels.chips import Chip
 from recsys_tpu.kernels.optimizer import OptimizerSpec
 from recsys_tpu.kernels.variants import Variant
 
@@ -25,9 +25,9 @@ _numbers = itertools.count()  # op names must be unique
 
 
 @functools.cache
-def lookup_ops(variant: Variant) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def lookup_ops(variant: Variant, chip: Chip | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(pooled, sequence) lookup of a variant, registered on first use."""
-    kernels, name = _implementation(variant), variant.value
+    kernels, name = _implementation(variant, chip), _name(variant, chip)
 
     @_pallas.jax_op(f"recsys_tpu::pooled_lookup_{name}")
     def pooled_lookup(
@@ -64,12 +64,12 @@ def weight_gradient_op() -> Callable[..., Any]:
 
 
 @functools.cache
-def update_op(variant: Variant, spec: OptimizerSpec) -> Callable[..., Any]:
+def update_op(variant: Variant, chip: Chip | None, spec: OptimizerSpec) -> Callable[..., Any]:
     """The fused update of a variant and optimizer: (table, *state), donating both."""
-    kernels, number = _implementation(variant), next(_numbers)
+    kernels, number = _implementation(variant, chip), next(_numbers)
 
     @_pallas.jax_op(
-        f"recsys_tpu::fused_{spec.optimizer.value}_{variant.value}_{number}", donate_argnums=(0, 1)
+        f"recsys_tpu::fused_{spec.optimizer.value}_{_name(variant, chip)}_{number}", donate_argnums=(0, 1)
     )
     def fused_update(
         flat: jax.Array,
@@ -88,7 +88,20 @@ def update_op(variant: Variant, spec: OptimizerSpec) -> Callable[..., Any]:
     return fused_update
 
 
-def _implementation(variant: Variant) -> ModuleType:
+def _implementation(variant: Variant, chip: Chip | None) -> Any:
+    """What holds a variant's functions, for a chip."""
     if variant is Variant.XLA:
         return xla
-    raise NotImplementedError(variant)
+    if chip is None:
+        raise ValueError(f"{variant.value} kernels need a TPU; an emulated device runs the xla variant")
+    if variant is Variant.SPARSECORE:
+        from recsys_tpu.kernels import sparsecore
+
+        return sparsecore.kernels_for(chip)
+    from recsys_tpu.kernels import tensorcore
+
+    return tensorcore.kernels_for(chip)
+
+
+def _name(variant: Variant, chip: Chip | None) -> str:
+    return variant.value if chip is None else f"{variant.value}_{chip.name}"

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys_tpu.kernels import rounding
+from recsys_tpu.kernels import packing, rounding
 from recsys_tpu.kernels.batch import LookupBatch
 from recsys_tpu.kernels.optimizer import STEP, OptimizerSpec, regularised, row_terms, update_elements
 
 
 def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     """Weighted sum of each bag's rows: float32 `[B, dim]`; empty bags are 0."""
-    table = weights_flat.view(-1, dim)
+    table = _table(weights_flat, dim)
     if table.device.type == "cpu":
         valid = int(batch.counts[0])
         weights = None if batch.weights is None else batch.weights[:valid]
@@ -32,14 +32,14 @@ def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
 
 def sequence_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     """Each id's row, float32 `[N, dim]`, in the order of `batch.rows`; padding is 0, weights are ignored."""
-    rows = weights_flat.view(-1, dim).index_select(0, batch.rows).float()
+    rows = _table(weights_flat, dim).index_select(0, batch.rows).float()
     return torch.where((batch.bags < batch.num_bags)[:, None], rows, 0.0)
 
 
 def weight_gradient(weights_flat: Tensor, batch: LookupBatch, grad_output: Tensor) -> Tensor:
     """Gradient of a pooled lookup with respect to its per-id weights: float32 `[N]`; padding is 0."""
     dim = grad_output.shape[1]
-    rows = weights_flat.view(-1, dim).index_select(0, batch.rows).float()
+    rows = _table(weights_flat, dim).index_select(0, batch.rows).float()
     bags = batch.bags.clamp(max=batch.num_bags - 1)
     dots = (grad_output.float().index_select(0, bags) * rows).sum(1)
     return torch.where(batch.bags < batch.num_bags, dots, 0.0)
@@ -75,11 +75,12 @@ def fused_update(
 ) -> None:
     """Applies `spec` to every touched row, in place.
 
-    weights_flat `[R * dim]` float32 or bfloat16; state: flat float32 buffers of `spec.state_sizes`;
+    weights_flat `[R * dim]` float32 or bfloat16, or packed; state: flat float32
+    buffers of `spec.state_sizes`;
     grad_output `[B, dim]`, gradient of `pooled_lookup`'s output; hyper: see `hyper_tensor`.
     """
     dim = grad_output.shape[1]
-    table = weights_flat.view(-1, dim)
+    table = _table(weights_flat, dim)
     gradient = row_gradients(batch, grad_output)
     if table.device.type == "cpu":
         rows = batch.unique_rows[: gradient.shape[0]].long()
@@ -92,6 +93,13 @@ def fused_update(
     positions = torch.where(touched, positions, 0)
     rows = batch.unique_rows.index_select(0, positions).clamp(max=table.shape[0] - 1).long()
     _apply(table, state, rows, gradient.index_select(0, positions), touched[:1], spec, hyper)
+
+
+def _table(weights_flat: Tensor, dim: int) -> Tensor:
+    """`[R, dim]` view of a flat table."""
+    if weights_flat.dtype is torch.int32:
+        weights_flat = packing.unpacked(weights_flat)
+    return weights_flat.view(-1, dim)
 
 
 def _apply(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections.abc import Iterator
 
 import torch
+
+from recsys_tpu.kernels.chips import CHIPS, Chip
 
 
 class Variant(enum.Enum):
@@ -40,4 +43,32 @@ def variant_for(device: torch.device) -> Variant:
         return Variant.REFERENCE
     if device.type != "tpu":
         raise ValueError(f"embedding kernels run on cpu and tpu tensors, not on {device}")
-    return Variant.XLA
+    chip = target_chip()
+    if chip is None:
+        return Variant.XLA
+    return Variant.SPARSECORE if chip.sparsecores else Variant.TENSORCORE
+
+
+def target_chip() -> Chip | None:
+    """The chip that kernels are traced for: that of a surrounding abstract mesh (ahead-of-time lowering), or
+    this process' device.  None when that is emulated."""
+    import jax
+
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return _chip_of_kind(device.device_kind) if device is not None else _device_chip()
+
+
+@functools.cache
+def _device_chip() -> Chip | None:
+    from torch_tpu._internal.device import _device_ops_backend
+
+    kind = _device_ops_backend._get_local_device_attributes()["device_kind"]
+    return None if kind == "cpu" else _chip_of_kind(kind)
+
+
+def _chip_of_kind(kind: str) -> Chip:
+    for chip in CHIPS.values():
+        if kind in chip.device_kinds:
+            return chip
+    known = ", ".join(chip.device_kinds[0] for chip in CHIPS.values())
+    raise ValueError(f"no embedding kernels for device kind {kind!r}; known are {known}")

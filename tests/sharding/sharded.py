@@ -88,17 +88,16 @@ def pieces(value: Any) -> list[tuple[list[int], torch.Tensor]]:
     ]
 
 
-def train_steps(
-    dmp: DistributedModelParallel, case: Case, runtime: Runtime, steps: range
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """This rank's losses of some steps, and its outputs of the first of them."""
+def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:
+    """Losses, first outputs, pieces of tables and of states of this rank."""
+    dmp = shard(case, runtime)
     dense = dense_optimizer(dmp, case)
-    losses, first = [], {}
-    for step in steps:
-        output = dmp.module.ebc(batch_of(case, step, runtime.rank, runtime.world_size))
+    losses, first = [], None
+    for step in range(case.steps):
+        output = dmp.module.ebc(batch_of(case, step, runtime.rank))
         names = output.keys()
         columns = dict(zip(names, output.length_per_key(), strict=True))
-        first = first or {key: output[key].detach().cpu() for key in names}
+        first = {key: output[key].detach().cpu() for key in names} if first is None else first
         loss = loss_of(output.values(), names, columns)
         if dense is not None:
             dense.zero_grad()
@@ -107,13 +106,6 @@ def train_steps(
         if dense is not None:
             dense.step()
         losses.append(float(loss.detach()))
-    return losses, first
-
-
-def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:
-    """Losses, first outputs, pieces of tables and of states of this rank."""
-    dmp = shard(case, runtime)
-    losses, first = train_steps(dmp, case, runtime, range(case.steps))
     tables = {name: pieces(value) for name, value in dmp.module.ebc.state_dict().items()}
     states = {
         key.removeprefix("ebc."): {name.split(".")[-1]: pieces(value) for name, value in state.items()}

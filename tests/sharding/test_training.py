@@ -49,9 +49,9 @@ def runs(request: pytest.FixtureRequest) -> tuple[int, list[list[dict[str, Any]]
 
 @pytest.mark.parametrize("index", range(len(cases())))
 def test_sharded_equals_unsharded(runs: tuple[int, list[list[dict[str, Any]]]], index: int) -> None:
-    _, results = runs
+    world, results = runs
     case = cases()[index]
-    check_equal(case, [result[index] for result in results], training.train_unsharded(case))
+    check_equal(case, [result[index] for result in results], training.train_unsharded(case, world))
 
 
 def check_equal(

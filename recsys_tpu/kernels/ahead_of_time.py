@@ -1,0 +1,77 @@
+"""Compiles JAX and Pallas functions for TPU chips through libtpu, on a machine that has none.
+
+The compiler's memory analysis is the proof that a kernel copies no table: what it allocates beside
+its arguments, and how much of them it aliases.  libtpu reads its environment when it is loaded and one
+process can't both compile so and hold an emulated device: run this in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+for _name, _value in {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from recsys_tpu.kernels.chips import Chip  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Memory:
+    """HBM of a compiled program, bytes."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+
+def compile_for(
+    chip: Chip, function: Callable[..., Any], arguments: Sequence[Any], *, donate: Sequence[int] = ()
+) -> jax.stages.Compiled:
+    """The program of `function(*arguments)` for one device; arguments are (trees of) ShapeDtypeStruct.
+
+    Raises what the compiler raises.
+    """
+    mesh = Mesh(np.array(_topology(chip.topology).devices[:1]), ("chip",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # SparseCore kernels read their chip from it
+        jitted = jax.jit(
+            function,
+            in_shardings=jax.tree.map(lambda _: sharding, tuple(arguments)),
+            out_shardings=sharding,
+            donate_argnums=tuple(donate),
+            keep_unused=True,  # as torch_tpu compiles it
+        )
+        return jitted.lower(*arguments).compile()
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    """What the compiler says the program allocates."""
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+    )
+
+
+@functools.cache
+def _topology(name: str) -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(platform="tpu", topology_name=name)

@@ -1,0 +1,63 @@
+"""Rows of flat buffers, read and written by XLA's gathers and scatters.
+
+On a TPU a buffer reshaped to `[rows, words]` is copied whole, unless a row is one line of 128 words.  There,
+`by_line`, it is seen as `[lines, 128]`, which is the flat buffer itself, and rows are taken from and put
+into their lines.  On a CPU the reshape costs nothing, and lines only would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LINE = 128
+
+
+def read_rows(flat: jax.Array, rows: jax.Array, words: int, *, by_line: bool = False) -> jax.Array:
+    """`[n, words]`; rows beyond the buffer read some row of it."""
+    if not by_line:
+        return flat.reshape(-1, words).at[rows].get(mode="clip")
+    if words % LINE == 0:
+        lines = rows[:, None] * (words // LINE) + jnp.arange(words // LINE, dtype=jnp.int32)
+        return flat.reshape(-1, LINE).at[lines].get(mode="clip").reshape(-1, words)
+    if words == 1:
+        return flat.at[rows].get(mode="clip")[:, None]
+    share = _rows_a_line(words)
+    lines = flat.reshape(-1, LINE).at[rows // share].get(mode="clip").reshape(-1, share, words)
+    return jnp.take_along_axis(lines, (rows % share)[:, None, None], axis=1)[:, 0]
+
+
+def write_rows(
+    flat: jax.Array, rows: jax.Array, values: jax.Array, words: int, *, by_line: bool = False
+) -> jax.Array:
+    """The buffer with `values` `[n, words]` at `rows`: distinct, ascending; those beyond it are dropped."""
+    exact: Any = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    if not by_line:
+        return flat.reshape(-1, words).at[rows].set(values, **exact).reshape(-1)
+    if words % LINE == 0:
+        count = words // LINE
+        lines = rows[:, None] * count + jnp.arange(count, dtype=jnp.int32)
+        table = flat.reshape(-1, LINE).at[lines.reshape(-1)].set(values.reshape(-1, LINE), **exact)
+        return table.reshape(-1)
+    if words == 1:
+        return flat.at[rows].set(values[:, 0], **exact)
+    share, table = _rows_a_line(words), flat.reshape(-1, LINE)
+    line = rows // share
+    first = jnp.append(True, line[1:] != line[:-1])
+    index = jnp.cumsum(first, dtype=jnp.int32) - 1
+    beyond = table.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
+    lines = beyond.at[index].set(line)
+    merged = table.at[lines].get(mode="clip").reshape(-1, share, words).at[index, rows % share].set(values)
+    # Lines beyond the table may repeat (padding rows share them): keep them distinct for the scatter.
+    lines = jnp.where(lines < table.shape[0], lines, beyond)
+    return table.at[lines].set(merged.reshape(-1, LINE), **exact).reshape(-1)
+
+
+def _rows_a_line(words: int) -> int:
+    if LINE % words:
+        raise ValueError(
+            f"rows of {words} words neither fill nor divide a line of {LINE}: pad the table's dim"
+        )
+    return LINE // words

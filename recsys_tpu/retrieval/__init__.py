@@ -1,1 +1,0 @@
-"""Retrieval: sampled softmax, exact ranking, export, indexes and serving."""
