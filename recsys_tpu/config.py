@@ -238,6 +238,8 @@ def _explain(error: ValidationError, path: Path) -> str:
         location = ".".join(str(part) for part in item["loc"]) or "config"
         if item["type"] == "extra_forbidden":
             lines.append(f"{location}: no such key{_nearest(item['loc'])}")
+        elif item["type"] == "unknown_kind":
+            lines.append(f"{location}.{item['msg']} (found {item['input'].get('kind')!r})")
         else:
             lines.append(
                 f"{location}: {item['msg']} (found {item['input']!r})" if item["loc"] else item["msg"]
