@@ -9,11 +9,12 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from recsys_tpu.data.planted_clusters import PlantedClusters
 from recsys_tpu.data.synthetic import SyntheticLog
 from recsys_tpu.errors import ConfigError
 from recsys_tpu.runtime.settings import RuntimeConfig
@@ -43,8 +44,8 @@ class RunConfig(Section):
         return self.output_dir / self.name
 
 
-class DataConfig(Section):
-    """Which log to train on, and how it is read."""
+class ClickDataConfig(Section):
+    """Which click log to train on, and how it is read."""
 
     kind: Literal["synthetic", "criteo_sample", "parquet"] = "synthetic"
     path: Path | None = Field(
@@ -65,13 +66,42 @@ class DataConfig(Section):
     prefetch_batches: PositiveInt = 4
 
     @model_validator(mode="after")
-    def _path_for_parquet(self) -> DataConfig:
+    def _path_for_parquet(self) -> ClickDataConfig:
         if self.kind == "parquet" and self.path is None:
             raise ValueError("data.kind=parquet needs data.path, the directory that preprocess wrote")
         return self
 
 
-class ModelConfig(Section):
+class EventsConfig(Section):
+    """Which events (user, item, time) to train a two-tower model on, and what is held out of them."""
+
+    kind: Literal["movielens", "events", "planted_clusters"]
+    path: Path | None = Field(
+        None,
+        description="movielens: the folder of ml-100k, ml-1m, ml-20m or ml-25m (default "
+        "$RECSYS_TPU_DATA/movielens-100k); events: a folder with events.parquet (docs/retrieval.md)",
+    )
+    cache_dir: Path = Path("data-cache")
+    planted_clusters: PlantedClusters = PlantedClusters()
+    split: Literal["leave_one_out", "temporal"] = "leave_one_out"
+    temporal_fraction: float = Field(
+        0.1, gt=0.0, lt=0.5, description="temporal: the part of all events, the latest, that is a holdout"
+    )
+    evaluate_on: Literal["test", "validation"] = Field(
+        "test",
+        description="validation: leave the test holdout out of everything and evaluate on the one before it",
+    )
+    exclude_seen: bool = Field(True, description="rank only items that the user has no earlier event with")
+    cutoffs: list[PositiveInt] = Field([10, 50], min_length=1, description="the K of recall@K and NDCG@K")
+
+    @model_validator(mode="after")
+    def _path_for_events(self) -> EventsConfig:
+        if self.kind == "events" and self.path is None:
+            raise ValueError("data.kind=events needs data.path, a folder with events.parquet")
+        return self
+
+
+class DLRMConfig(Section):
     """DLRM (arXiv:1906.00091): bottom MLP, pairwise dot interaction, over MLP."""
 
     kind: Literal["dlrm"] = "dlrm"
@@ -85,6 +115,50 @@ class ModelConfig(Section):
     num_embeddings: dict[str, PositiveInt] | None = Field(
         None, description="rows of each table, by feature; default: as many as the data needs"
     )
+
+
+class HistoryConfig(Section):
+    """A bag of the items that a user last had events with, as a feature of the query."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    length: PositiveInt = Field(description="at most this many items, the latest")
+    share_item_table: bool = Field(True, description="embed with the item tower's table, or with its own")
+
+
+class TwoTowerConfig(Section):
+    """Two-tower retrieval: a query and an item tower, trained by sampled softmax (docs/retrieval.md)."""
+
+    kind: Literal["two_tower"]
+    embedding_dim: PositiveInt = 64
+    histories: list[HistoryConfig] = Field(
+        default_factory=lambda: [
+            HistoryConfig(name="last_item", length=1, share_item_table=False),
+            HistoryConfig(name="recent_items", length=10),
+            HistoryConfig(name="past_items", length=100),
+        ]
+    )
+    user_id: bool = Field(True, description="a table of users; without it a query is its features only")
+    query_mlp: list[PositiveInt] = Field(default_factory=lambda: [128], description="hidden layers")
+    item_mlp: list[PositiveInt] = Field(default_factory=lambda: [128], description="hidden layers")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="of the pooled embeddings, in training")
+    similarity: Literal["cosine", "dot"] = "cosine"
+    temperature: PositiveFloat = Field(0.1, description="scores are similarity / temperature")
+    uniform_negatives: int = Field(
+        0, ge=0, description="items drawn uniformly from the catalogue for each global batch, as candidates"
+    )
+    hard_negatives: int = Field(
+        0, ge=0, description="compete with this many of the highest-scored candidates only; 0: with all"
+    )
+    frequency_window: PositiveInt = Field(
+        1000, description="steps over which an item's sampling frequency is estimated (logQ correction)"
+    )
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> TwoTowerConfig:
+        names = [history.name for history in self.histories]
+        if len(set(names)) != len(names):
+            raise ValueError("two histories have the same name")
+        return self
 
 
 class DenseOptimizerConfig(Section):
@@ -144,16 +218,58 @@ class TrainConfig(Section):
     )
 
 
+def _kind_tag(default: str, *sections: type[Section]) -> Discriminator:
+    """Picks the section of a union by its `kind`; a value without one is of kind `default`."""
+    kinds = {
+        kind: section for section in sections for kind in get_args(section.model_fields["kind"].annotation)
+    }
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", None)
+        section = kinds.get(kind) if isinstance(kind, str) else None
+        return section.__name__ if section else None
+
+    return Discriminator(
+        tag,
+        custom_error_type="unknown_kind",
+        custom_error_message=f"kind is none of {', '.join(kinds)}",
+    )
+
+
+DataConfig = Annotated[
+    Annotated[ClickDataConfig, Tag("ClickDataConfig")] | Annotated[EventsConfig, Tag("EventsConfig")],
+    _kind_tag("synthetic", ClickDataConfig, EventsConfig),
+]
+ModelConfig = Annotated[
+    Annotated[DLRMConfig, Tag("DLRMConfig")] | Annotated[TwoTowerConfig, Tag("TwoTowerConfig")],
+    _kind_tag("dlrm", DLRMConfig, TwoTowerConfig),
+]
+_TAGGED: dict[str, type[Section]] = {
+    section.__name__: section for section in (ClickDataConfig, EventsConfig, DLRMConfig, TwoTowerConfig)
+}
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-    data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
+    data: DataConfig = ClickDataConfig()
+    model: ModelConfig = DLRMConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
+    def _data_fits_model(self) -> Config:
+        if isinstance(self.data, EventsConfig) != isinstance(self.model, TwoTowerConfig):
+            raise ValueError(
+                f"model.kind={self.model.kind} cannot train on data.kind={self.data.kind}: two_tower takes "
+                "movielens, events or planted_clusters; dlrm takes synthetic, criteo_sample or parquet"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lanes_divide_batches(self) -> Config:
+        if isinstance(self.data, EventsConfig):
+            return self
         for name in ("batch_size", "eval_batch_size"):
             size = getattr(self.train, name)
             if size % self.data.lanes:
@@ -195,7 +311,7 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def sample_data_path(config: DataConfig) -> Path:
+def sample_data_path(config: ClickDataConfig) -> Path:
     """Folder of the Criteo sample: ``data.path``, else ``$RECSYS_TPU_DATA/criteo``.
 
     Raises:
@@ -235,7 +351,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 def _explain(error: ValidationError, path: Path) -> str:
     lines = []
     for item in error.errors():
-        location = ".".join(str(part) for part in item["loc"]) or "config"
+        location = ".".join(str(part) for part in item["loc"] if part not in _TAGGED) or "config"
         if item["type"] == "extra_forbidden":
             lines.append(f"{location}: no such key{_nearest(item['loc'])}")
         elif item["type"] == "unknown_kind":
@@ -250,16 +366,21 @@ def _explain(error: ValidationError, path: Path) -> str:
 def _nearest(location: tuple[int | str, ...]) -> str:
     model: type[BaseModel] | None = Config
     for part in location[:-1]:
+        if part in _TAGGED:
+            model = _TAGGED[str(part)]
+            continue
         field = model.model_fields.get(str(part)) if model else None
-        annotation = field.annotation if field else None
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+        sections = _sections(field.annotation) if field else []
+        model = sections[0] if sections else None
     if model is None:
         return ""
     names = list(model.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
-    everywhere = difflib.get_close_matches(str(location[-1]), _all_keys(Config, ""), n=1, cutoff=0.6)
+    here = ".".join(str(part) for part in location if part not in _TAGGED)
+    others = [key for key in _all_keys(Config, "") if key != here]
+    everywhere = difflib.get_close_matches(str(location[-1]), others, n=1, cutoff=0.6)
     hint = f"; did you mean {everywhere[0]!r}?" if everywhere else ""
     return f"{hint or '; valid here: ' + ', '.join(names)}"
 
@@ -267,9 +388,16 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 def _all_keys(model: type[BaseModel], prefix: str) -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys += _all_keys(annotation, f"{prefix}{name}.")
-        else:
+        sections = _sections(field.annotation)
+        for section in sections:
+            keys += _all_keys(section, f"{prefix}{name}.")
+        if not sections:
             keys.append(f"{prefix}{name}")
     return keys
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The config sections that a field can hold: one, or those of a union."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [section for argument in get_args(annotation) for section in _sections(argument)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys_tpu.checkpoint import CheckpointStore, TrainerState, load_tensors, read_trainer_state
 from recsys_tpu.config import Config, dump_config
 from recsys_tpu.embeddings.initialization import initialize_tables
-from recsys_tpu.errors import CheckpointError, TrainingDivergedError
+from recsys_tpu.errors import TrainingDivergedError
 from recsys_tpu.optimizers import LearningRateSchedule, build_optimizer, fuse_table_optimizer
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
@@ -56,6 +57,7 @@ class Trainer:
         self._print_header()
         self._train()
         metrics = self._evaluate()
+        self.store.wait()
         if self.runtime.rank == 0:
             self.task.report(metrics, self.log, self.step)
         self._report_time()
@@ -63,6 +65,7 @@ class Trainer:
 
     def evaluate_checkpoint(self, checkpoint: Path) -> Metrics:
         """Report the test metrics of a checkpoint's weights; nothing is trained or written."""
+        self.store.verify(checkpoint)
         tensors = {"model": self.model.state_dict()}
         load_tensors(checkpoint, tensors)
         self.model.load_state_dict(tensors["model"])
@@ -148,6 +151,8 @@ class Trainer:
         self.timer.active = self.step != self._first_step and (
             self.runtime.kind == "cpu" or self.step % self.config.train.log_every == 0
         )
+        # random numbers follow from the step, so a resumed run draws the same ones
+        torch.manual_seed(zlib.crc32(f"{self.config.run.seed}/{self.step}/{self.runtime.rank}".encode()))
         self.schedule.apply(self.step)
         with self.timer.phase("optimizer"):
             self.optimizer.zero_grad()
@@ -191,30 +196,13 @@ class Trainer:
     # ---- checkpoints
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment; collective."""
-        state = TrainerState(
-            step=self.step,
-            batches_per_epoch=self.task.batches_per_epoch,
-            batch_size=self.config.train.batch_size,
-            world_size=self.runtime.world_size,
-            num_embeddings=dict(self.task.num_embeddings),
-        )
-        return self.store.save(self._tensors(), state, dump_config(self.config))
+        """Write a checkpoint of this moment, in the background; collective."""
+        return self.store.save(self._tensors(), self._state(), dump_config(self.config))
 
     def load(self, checkpoint: Path) -> None:
-        """Continue from `checkpoint`: weights, optimizer state, step and random numbers; collective."""
+        """Continue from `checkpoint`: weights, optimizer state and step; collective."""
         state = read_trainer_state(checkpoint)
-        if state.num_embeddings != dict(self.task.num_embeddings):
-            raise CheckpointError(f"{checkpoint}: its tables have other sizes than this run's")
-        if (state.batches_per_epoch, state.batch_size) != (
-            self.task.batches_per_epoch,
-            self.config.train.batch_size,
-        ):
-            raise CheckpointError(
-                f"{checkpoint}: was trained with batches of {state.batch_size} "
-                f"({state.batches_per_epoch} an epoch), this run has {self.config.train.batch_size} "
-                f"({self.task.batches_per_epoch}): the position in the data would not be the same"
-            )
+        state.refuse_others(checkpoint, self._state())
         self.optimizer.init_state()
         tensors = self._tensors()
         load_tensors(checkpoint, tensors)
@@ -222,22 +210,32 @@ class Trainer:
         current = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**current, "state": tensors["optimizer"]})
         self.task.load_state(tensors["task"])
-        torch.set_rng_state(tensors["rng"])
         self.step = state.step
+
+    def _state(self) -> TrainerState:
+        return TrainerState(
+            step=self.step,
+            world_size=self.runtime.world_size,
+            num_embeddings=dict(self.task.num_embeddings),
+            data_order=self.task.data_order(),
+        )
 
     def _tensors(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict()["state"],
             "task": self.task.state(),
-            "rng": torch.get_rng_state(),
         }
 
     def _resume(self) -> None:
         wanted = self.config.train.resume
         if wanted == "never":
             return
-        checkpoint = self.store.latest() if wanted == "auto" else Path(wanted)
+        if wanted == "auto":
+            checkpoint = self.store.newest_intact(self.log.message)
+        else:
+            checkpoint = Path(wanted)
+            self.store.verify(checkpoint)
         if checkpoint is None:
             self.log.message(f"train.resume=auto: no checkpoint in {self.store.directory}, starting new")
             return

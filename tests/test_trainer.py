@@ -143,7 +143,7 @@ def test_evaluating_a_checkpoint_gives_the_metrics_of_its_run(tmp_path: Path, st
     config = tiny(tmp_path)
     trainer = start(config)
     metrics = trainer.run()
-    checkpoint = trainer.store.latest()
+    checkpoint = trainer.store.list()[-1]
     other = tiny(tmp_path, run__name="other", run__seed=5)
     assert start(other).evaluate_checkpoint(checkpoint) == metrics
 

@@ -11,11 +11,13 @@ No row is dropped: the last batch of an epoch is filled up with padding of weigh
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,6 +119,19 @@ class ParquetReader:
         self._window_row_groups, self._prefetch = window_row_groups, prefetch
         self.batch_size = batch_size
         self.batches_per_epoch = -(-self._lane_span(lanes - 1, width=True) // self._lane_batch)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """All that decides which rows batch number `i` of an epoch holds; the world size is not among it."""
+        return {
+            "content": hashlib.sha256(self.metadata.model_dump_json().encode()).hexdigest()[:16],
+            "split": self.split,
+            "batch_size": self.batch_size,
+            "lanes": self._lanes,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "window_row_groups": self._window_row_groups,
+        }
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """Batches ``start, start + 1, …`` of epoch number `epoch`, prepared by a background thread.

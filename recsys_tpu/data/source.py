@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recsys_tpu.config import DataConfig, sample_data_path
+from recsys_tpu.config import ClickDataConfig, sample_data_path
 from recsys_tpu.data.criteo.preprocess import preprocess
 from recsys_tpu.data.criteo.recipe import Recipe, Vocabulary
 from recsys_tpu.data.metadata import DatasetError
@@ -19,7 +19,7 @@ _SAMPLE_SPLITS = ("train=1-70000", "test=70001-80000")
 _SAMPLE_ROW_GROUP_ROWS = 4096
 
 
-def prepare_data(config: DataConfig) -> Path:
+def prepare_data(config: ClickDataConfig) -> Path:
     """Directory of the data, generated or preprocessed first where the config says so.
 
     Raises:
@@ -34,7 +34,7 @@ def prepare_data(config: DataConfig) -> Path:
     return config.path
 
 
-def _prepare_sample(config: DataConfig) -> Path:
+def _prepare_sample(config: ClickDataConfig) -> Path:
     folder = sample_data_path(config)
     source = folder / _SAMPLE_FILE
     if not source.is_file():

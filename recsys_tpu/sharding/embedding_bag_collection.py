@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
@@ -21,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
-from recsys_tpu.sharding.host import host_group, max_over_ranks
+from recsys_tpu.sharding.host import host_group, max_over_ranks, placed_on
 from recsys_tpu.sharding.lookups import LookupInput, PooledLookup
 from recsys_tpu.sharding.pooled_shardings import pooled_sharding
 from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
@@ -37,20 +38,25 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def __init__(
         self,
         module: EmbeddingBagCollection,
-        *args: Any,
+        sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        *,
+        device: torch.device | None = None,
         validate: Validation = Validation.FULL,
         **options: Any,
     ) -> None:
         _check_pooling(module)
-        super().__init__(module, *args, **options)
+        device = device or torch.device("cpu")
+        placed = {table: placed_on(of_table, device) for table, of_table in sharding.items()}
+        super().__init__(module, placed, env, device=device, **options)
         self._validate = validate
         # MEAN of row-sharded tables is folded into the weights before the exchange.
         self._has_mean_pooling_callback = False
         group = self._env.process_group
         assert group is not None, "the sharder needs a process group, of one rank at least"
         self._host_pg = host_group(group)
-        for sharding in self._embedding_shardings:
-            sharding.host_pg = self._host_pg
+        for of_type in self._embedding_shardings:
+            of_type.host_pg = self._host_pg
         self._capacities = Capacities(max_over_ranks(self._host_pg))
         self._limits = FeatureLimits.of_tables(self._embedding_bag_configs)
 
@@ -66,6 +72,11 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return pooled_sharding(sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry)
 
     @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The group of this module's exchange of ids: CPU tensors, and nobody else's collectives."""
+        return self._host_pg
+
+    @property
     def capacity_counters(self) -> CapacityCounters:
         """Padding and ladder moves of this module so far."""
         return self._capacities.counters
@@ -75,13 +86,13 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return
         for position, sharding in enumerate(self._embedding_shardings):
             if isinstance(sharding, DpPooledEmbeddingSharding):
-                # As TorchRec's, but without device_ids, which the tpu device doesn't take.
+                # As TorchRec's, but without device_ids, which the tpu device doesn't take, and without
+                # static_graph, which needs pinned host memory, which the emulated device doesn't have.
                 self._lookups[position] = DistributedDataParallel(
                     self._lookups[position],
                     process_group=self._env.process_group,
                     gradient_as_bucket_view=True,
                     broadcast_buffers=False,
-                    static_graph=True,
                 )
 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:

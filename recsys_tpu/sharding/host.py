@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, EnumerableShardingSpec, ParameterSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_tpu.embeddings.capacity import MaxOverRanks
@@ -20,6 +21,24 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group.size() == 1:
         return group
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+
+
+def placed_on(sharding: ParameterSharding, device: torch.device) -> ParameterSharding:
+    """The same sharding with every shard on `device` of its rank.
+
+    A plan numbers the chips of a host; a process sees one chip only, and calls it its first.
+    """
+    if sharding.sharding_spec is None or device.type == "meta":
+        return sharding
+    assert isinstance(sharding.sharding_spec, EnumerableShardingSpec)
+    shards = []
+    for shard in sharding.sharding_spec.shards:
+        placement = shard.placement
+        assert placement is not None
+        remote = placement if isinstance(placement, torch.distributed._remote_device) else None
+        rank = (remote or torch.distributed._remote_device(str(placement))).rank()
+        shards.append(replace(shard, placement=torch.distributed._remote_device(f"rank:{rank}/{device}")))
+    return replace(sharding, sharding_spec=EnumerableShardingSpec(shards))
 
 
 def max_over_ranks(group: dist.ProcessGroup) -> MaxOverRanks | None:

@@ -5,11 +5,12 @@ Routing of ids, and the exchange of pooled rows, are TorchRec's own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
@@ -72,6 +73,24 @@ class _OnHost:
         )
 
 
+class _InTableOrder:
+    """Mixed into a column sharding: puts the shards of a table side by side with operators of any device."""
+
+    def create_output_dist(self: Any, device: torch.device | None = None) -> nn.Module:
+        output_dist = super().create_output_dist(device)  # type: ignore[misc]
+        if output_dist._callbacks:
+            output_dist._callbacks = [
+                partial(_in_order, widths=self._embedding_dims, order=self._embedding_order)
+            ]
+        return output_dist
+
+
+def _in_order(embeddings: Tensor, *, widths: list[int], order: list[int]) -> Tensor:
+    """Columns `[samples, sum of widths]`, in pieces of `widths`, in another order of the pieces."""
+    pieces = embeddings.split(widths, dim=1)
+    return torch.cat([pieces[piece] for piece in order], dim=1)
+
+
 class TableWise(_OnHost, TwPooledEmbeddingSharding):
     sharding_type = ShardingType.TABLE_WISE
 
@@ -80,11 +99,11 @@ class RowWise(_OnHost, RwPooledEmbeddingSharding):
     sharding_type = ShardingType.ROW_WISE
 
 
-class ColumnWise(_OnHost, CwPooledEmbeddingSharding):
+class ColumnWise(_OnHost, _InTableOrder, CwPooledEmbeddingSharding):
     sharding_type = ShardingType.COLUMN_WISE
 
 
-class TableColumnWise(_OnHost, TwCwPooledEmbeddingSharding):
+class TableColumnWise(_OnHost, _InTableOrder, TwCwPooledEmbeddingSharding):
     sharding_type = ShardingType.TABLE_COLUMN_WISE
 
 
@@ -92,7 +111,7 @@ class TableRowWise(_OnHost, TwRwPooledEmbeddingSharding):
     sharding_type = ShardingType.TABLE_ROW_WISE
 
 
-class Grid(_OnHost, GridPooledEmbeddingSharding):
+class Grid(_OnHost, _InTableOrder, GridPooledEmbeddingSharding):
     sharding_type = ShardingType.GRID_SHARD
 
 

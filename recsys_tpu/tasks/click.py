@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
 
 from recsys_tpu.baselines import constant_metrics, logistic_regression_metrics, oracle_metrics
-from recsys_tpu.config import Config
+from recsys_tpu.config import ClickDataConfig, Config, DLRMConfig
 from recsys_tpu.data.batch import Batch
 from recsys_tpu.data.metadata import DatasetMetadata
 from recsys_tpu.data.reader import ParquetReader
@@ -26,16 +27,18 @@ class ClickTask(Task[Batch, ClickMetrics]):
     """DLRM over a preprocessed Parquet directory with splits `train` and `test`."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
+        assert isinstance(config.data, ClickDataConfig) and isinstance(config.model, DLRMConfig)
         self._config, self._runtime = config, runtime
-        self.data_directory = on_rank_zero_first(runtime, lambda: prepare_data(config.data))
+        self._data, self._model = config.data, config.model
+        self.data_directory = on_rank_zero_first(runtime, lambda: prepare_data(self._data))
         self.metadata = DatasetMetadata.load(self.data_directory)
-        self.num_embeddings = config.model.num_embeddings or self.metadata.num_embeddings
-        self.train_reader = self._reader("train", config.train.batch_size, shuffle=config.data.shuffle)
+        self.num_embeddings = self._model.num_embeddings or self.metadata.num_embeddings
+        self.train_reader = self._reader("train", config.train.batch_size, shuffle=self._data.shuffle)
         self.test_reader = self._reader("test", config.train.eval_batch_size, shuffle=False)
         self.batches_per_epoch = self.train_reader.batches_per_epoch
 
     def build_model(self) -> nn.Module:
-        config = self._config.model
+        config = self._model
         return build_dlrm(
             self.num_embeddings,
             embedding_dim=config.embedding_dim,
@@ -46,6 +49,9 @@ class ClickTask(Task[Batch, ClickMetrics]):
 
     def batches(self, epoch: int, *, start: int) -> Iterator[Batch]:
         return self.train_reader.epoch(epoch, start=start)
+
+    def data_order(self) -> dict[str, Any]:
+        return self.train_reader.order
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         on_device = batch.dense_to(self._runtime.device)
@@ -66,7 +72,7 @@ class ClickTask(Task[Batch, ClickMetrics]):
         )
 
     def report(self, metrics: ClickMetrics, log: RunLog, step: int) -> None:
-        rows: dict[str, ClickMetrics] = {self._config.model.kind: metrics}
+        rows: dict[str, ClickMetrics] = {self._model.kind: metrics}
         oracle = oracle_metrics(self.data_directory, "test")
         if oracle is not None:
             rows["oracle (true probabilities)"] = oracle
@@ -87,7 +93,7 @@ class ClickTask(Task[Batch, ClickMetrics]):
             log.message(f"final AUC {metrics.auc:.5f}, oracle AUC {oracle.auc:.5f}")
 
     def _reader(self, split: str, batch_size: int, *, shuffle: bool) -> ParquetReader:
-        data = self._config.data
+        data = self._data
         return ParquetReader(
             self.data_directory,
             split,

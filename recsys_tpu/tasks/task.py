@@ -66,6 +66,10 @@ class Task(ABC, Generic[BatchT, MetricsT]):
     def describe_data(self) -> str:
         """One line of the run's header."""
 
+    def data_order(self) -> dict[str, Any]:
+        """All that decides which samples a step sees, as JSON values; a checkpoint fits no other order."""
+        return {"batches_per_epoch": self.batches_per_epoch}
+
     def state(self) -> dict[str, Tensor]:
         """Tensors that training changes beside model and optimizer; saved in and loaded from checkpoints."""
         return {}

@@ -72,7 +72,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
         time.sleep(0.05)
     codes = [process.poll() for process in processes]
     if any(codes) or None in codes:
-        first = next(rank for rank, code in enumerate(codes) if code != 0)
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        first = failed[0] if failed else codes.index(None)
         log = (folder / f"log{first}").read_text(errors="replace")
         raise AssertionError(f"rank {first} of {len(codes)} ended with {codes[first]}:\n{log[-6000:]}")
 

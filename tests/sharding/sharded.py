@@ -88,16 +88,17 @@ def pieces(value: Any) -> list[tuple[list[int], torch.Tensor]]:
     ]
 
 
-def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:
-    """Losses, first outputs, pieces of tables and of states of this rank."""
-    dmp = shard(case, runtime)
+def train_steps(
+    dmp: DistributedModelParallel, case: Case, runtime: Runtime, steps: range
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """This rank's losses of some steps, and its outputs of the first of them."""
     dense = dense_optimizer(dmp, case)
-    losses, first = [], None
-    for step in range(case.steps):
-        output = dmp.module.ebc(batch_of(case, step, runtime.rank))
+    losses, first = [], {}
+    for step in steps:
+        output = dmp.module.ebc(batch_of(case, step, runtime.rank, runtime.world_size))
         names = output.keys()
         columns = dict(zip(names, output.length_per_key(), strict=True))
-        first = {key: output[key].detach().cpu() for key in names} if first is None else first
+        first = first or {key: output[key].detach().cpu() for key in names}
         loss = loss_of(output.values(), names, columns)
         if dense is not None:
             dense.zero_grad()
@@ -106,6 +107,13 @@ def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:
         if dense is not None:
             dense.step()
         losses.append(float(loss.detach()))
+    return losses, first
+
+
+def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:
+    """Losses, first outputs, pieces of tables and of states of this rank."""
+    dmp = shard(case, runtime)
+    losses, first = train_steps(dmp, case, runtime, range(case.steps))
     tables = {name: pieces(value) for name, value in dmp.module.ebc.state_dict().items()}
     states = {
         key.removeprefix("ebc."): {name.split(".")[-1]: pieces(value) for name, value in state.items()}

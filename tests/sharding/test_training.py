@@ -49,9 +49,9 @@ def runs(request: pytest.FixtureRequest) -> tuple[int, list[list[dict[str, Any]]
 
 @pytest.mark.parametrize("index", range(len(cases())))
 def test_sharded_equals_unsharded(runs: tuple[int, list[list[dict[str, Any]]]], index: int) -> None:
-    world, results = runs
+    _, results = runs
     case = cases()[index]
-    check_equal(case, [result[index] for result in results], training.train_unsharded(case, world))
+    check_equal(case, [result[index] for result in results], training.train_unsharded(case))
 
 
 def check_equal(

@@ -33,7 +33,7 @@ class Case:
     optimizer: str = "rowwise_adagrad"
     rate: float = 0.05
     steps: int = 20
-    batch: int = 6  # per rank
+    batch: int = 12  # over all ranks
     longest_bag: int = 3
     weighted: bool = False
     same_id: bool = False
@@ -90,40 +90,32 @@ def loss_of(values: Tensor, names: list[str], columns: dict[str, int]) -> Tensor
     return (total - 1).square().mean()
 
 
-def batch_of(case: Case, step: int, rank: int) -> KeyedJaggedTensor:
-    """A rank's batch: bags of 0 to `longest_bag` ids."""
-    rng = np.random.default_rng([case.seed, step, rank])
-    values, lengths = [], []
+def batch_of(case: Case, step: int, rank: int = 0, world: int = 1) -> KeyedJaggedTensor:
+    """A rank's part of a step's batch (the same for every world size): bags of 0 to `longest_bag` ids."""
+    rng = np.random.default_rng([case.seed, step])
+    samples = case.batch // world
+    mine = slice(rank * samples, (rank + 1) * samples)
+    values, lengths, weights = [], [], []
     for feature in case.features:
         rows = min(table.rows for table in case.tables if feature in table.features)
-        bag = rng.integers(0, case.longest_bag + 1, case.batch)
-        ids = rng.integers(0, rows, bag.sum())
-        values.append(np.full_like(ids, rows - 1) if case.same_id else ids)
-        lengths.append(bag)
-    ids = np.concatenate(values)
-    weights = torch.tensor(rng.uniform(0.5, 2.0, len(ids)), dtype=torch.float32) if case.weighted else None
+        bags = rng.integers(0, case.longest_bag + 1, case.batch)
+        ids = rng.integers(0, rows, bags.sum())
+        ids = np.full_like(ids, rows - 1) if case.same_id else ids
+        scale = rng.uniform(0.5, 2.0, len(ids)).astype(np.float32)
+        ends = np.cumsum(bags)
+        chosen = slice(int((ends - bags)[mine][0]), int(ends[mine][-1]))
+        values.append(ids[chosen])
+        weights.append(scale[chosen])
+        lengths.append(bags[mine])
     return KeyedJaggedTensor(
         keys=case.features,
-        values=torch.from_numpy(ids),
+        values=torch.from_numpy(np.concatenate(values)),
         lengths=torch.from_numpy(np.concatenate(lengths)),
-        weights=weights,
+        weights=torch.from_numpy(np.concatenate(weights)) if case.weighted else None,
     )
 
 
-def joined(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """The batches of several ranks as one, samples in the order of the ranks."""
-    keys = batches[0].keys()
-    parts = [batch.to_dict() for batch in batches]
-    weighted = batches[0].weights_or_none() is not None
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=torch.cat([part[key].values() for key in keys for part in parts]),
-        lengths=torch.cat([part[key].lengths() for key in keys for part in parts]),
-        weights=torch.cat([part[key].weights() for key in keys for part in parts]) if weighted else None,
-    )
-
-
-def train_unsharded(case: Case, world: int) -> dict[str, Any]:
+def train_unsharded(case: Case) -> dict[str, Any]:
     """Losses, first outputs, tables and optimizer states after `case.steps` steps in one process."""
     model = Model(case)
     model.ebc.load_state_dict(initial_tables(case))
@@ -131,7 +123,7 @@ def train_unsharded(case: Case, world: int) -> dict[str, Any]:
     losses = []
     first = None
     for step in range(case.steps):
-        features = joined([batch_of(case, step, rank) for rank in range(world)])
+        features = batch_of(case, step)
         output = model.ebc(features)
         names = output.keys()
         first = {key: output[key].detach().clone() for key in names} if first is None else first

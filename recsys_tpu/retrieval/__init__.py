@@ -1,0 +1,1 @@
+"""Retrieval: sampled softmax, exact ranking, export, indexes and serving."""

@@ -1,0 +1,103 @@
+"""Checkpoints move between plans, world sizes and sharding types; training goes on with the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sharding import training
+from tests.sharding.ranks import on_ranks
+from tests.sharding.training import Case, Table
+
+PLANS = ("table_wise", "row_wise", "column_wise", "table_row_wise")
+MORE = 5
+
+
+def case_of(sharding: str, optimizer: str, ranks: tuple[int, ...] = (0, 1)) -> Case:
+    tables = (
+        Table(40, 8, ("a",), sharding, ranks=ranks),
+        Table(3, 16, ("b", "a"), sharding, ranks=ranks[::-1]),
+    )
+    return Case(tables, optimizer=optimizer, steps=6)
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    from tests.sharding.resharding import read_whole
+
+    return read_whole(folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Checkpoints of two ranks, by (plan, optimizer)."""
+    folders = {
+        (plan, optimizer): tmp_path_factory.mktemp(f"{plan}-{optimizer}")
+        for plan in PLANS
+        for optimizer in ("rowwise_adagrad", "adam")
+    }
+    jobs = [(case_of(*key), str(folder)) for key, folder in folders.items()]
+    on_ranks("tests.sharding.resharding:train_and_save", 2, "cpu", jobs)
+    return folders
+
+
+def test_the_canonical_form_is_that_of_the_whole_table(saved: dict[tuple[str, str], Path]) -> None:
+    for (plan, optimizer), folder in saved.items():
+        expected = training.train_unsharded(case_of(plan, optimizer))
+        found = whole(folder)
+        for index in range(2):
+            name = f"embedding_bags.t{index}.weight"
+            close(found[f"model/ebc.{name}"], expected["tables"][name])
+            state = expected["states"][name]["momentum1"]
+            if optimizer == "rowwise_adagrad":  # [column shards, rows]: a row's mean is the mean of its parts
+                state = state.mean(0)
+            close(found[f"optimizer/ebc.{name}/t{index}.momentum1"].double(), state)
+            if optimizer == "adam":
+                close(
+                    found[f"optimizer/ebc.{name}/t{index}.exp_avg_sq"].double(),
+                    expected["states"][name]["exp_avg_sq"],
+                )
+                assert int(found[f"optimizer/ebc.{name}/t{index}.step"]) == 6
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_plan_loads_every_other(saved: dict[tuple[str, str], Path], tmp_path: Path, world: int) -> None:
+    jobs: list[Any] = []
+    for (plan, optimizer), folder in saved.items():
+        for to in PLANS:
+            if to != plan and (world == 2 or to == "row_wise"):
+                jobs.append((case_of(to, optimizer), str(folder), str(tmp_path / f"{plan}-{to}-{optimizer}")))
+    on_ranks("tests.sharding.resharding:resave", world, "cpu", jobs)
+    for _, folder, again in jobs:
+        before, after = whole(Path(folder)), whole(Path(again))
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            close(after[name], value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_goes_on_with_the_same_losses(saved: dict[tuple[str, str], Path], world: int) -> None:
+    keys = [
+        ("table_wise", "row_wise"),
+        ("row_wise", "table_wise"),
+        ("table_wise", "column_wise"),
+        ("column_wise", "row_wise"),
+    ]
+    jobs = []
+    for optimizer in ("rowwise_adagrad", "adam"):
+        for plan, to in keys:
+            # Row-wise sums of column shards are their own thing (as FBGEMM's): not the unsharded run's.
+            if optimizer == "adam" or "column_wise" not in (plan, to):
+                jobs.append((case_of(to, optimizer), str(saved[plan, optimizer]), MORE))
+    results = on_ranks("tests.sharding.resharding:load_and_continue", world, "cpu", jobs)
+    for index, (case, _, _) in enumerate(jobs):
+        whole_run = training.train_unsharded(Case(case.tables, optimizer=case.optimizer, steps=6 + MORE))
+        losses = np.mean([rank[index]["losses"] for rank in results], axis=0)
+        np.testing.assert_allclose(losses, whole_run["losses"][6:], rtol=1e-4)
+
+
+def close(value: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(value, expected, rtol=rtol, atol=rtol)

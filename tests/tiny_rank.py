@@ -1,0 +1,24 @@
+"""One rank in a process of its own: ``tiny_rank.py CONFIG.json [STOP_AT]  CONFIG.json [STOP_AT] ...``.
+
+The runs follow each other; one with STOP_AT is interrupted before step STOP_AT + 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+from recsys_tpu.config import Config
+from recsys_tpu.runtime.activation import activate
+from tests.tiny_run import stop_at, trainer
+
+if __name__ == "__main__":
+    activate("cpu")
+    arguments = sys.argv[1:]
+    while arguments:
+        with trainer(Config.model_validate_json(Path(arguments.pop(0)).read_text())) as made:
+            if arguments and arguments[0].isdigit():
+                stop_at(made, int(arguments.pop(0)))
+            with contextlib.suppress(KeyboardInterrupt):
+                made.run()
