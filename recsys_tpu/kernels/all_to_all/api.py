@@ -166,6 +166,7 @@ def ragged_all_to_all(
     send_counts: jax.Array,
     *,
     axis: str,
+    received_counts: jax.Array | None = None,
     scale: float = 1.0,
     wire_dtype: DType = None,
     grad_wire_dtype: DType = None,
@@ -175,9 +176,12 @@ def ragged_all_to_all(
     """Exchange the first ``send_counts[i]`` rows of every chunk ``i`` of ``[chips, capacity, dim]``.
 
     Returns the rows received, ``[chips, capacity, dim]`` with zeros behind the valid ones, and their
-    counts, int32 ``[chips]``.  Only pieces that hold valid rows travel (1/32 of the capacity each, at least
-    one tile).  A count above the capacity is not cut: it comes out as it is in the counts received, for
-    the host to refuse, see `check_counts`; rows beyond the capacity do not travel.
+    counts, int32 ``[chips]``.  Counts are exchanged first, unless the caller knows them from a plan and
+    passes `received_counts` (if they contradict the senders, the kernel hangs).
+
+    Only pieces that hold valid rows travel (1/32 of the capacity each, at least one tile).  A count above
+    the capacity is not cut: it comes out as it is in the counts received, for `check_counts` to refuse on
+    the host; rows beyond the capacity do not travel.
     """
     options = _options(
         "ragged_all_to_all",
@@ -198,7 +202,8 @@ def ragged_all_to_all(
             f"ragged_all_to_all(): expected int32 send_counts [{options.ring.size}], got "
             f"{send_counts.dtype.name} {list(send_counts.shape)}"
         )
-    received_counts = lax.all_to_all(send_counts, axis, 0, 0, tiled=True)
+    if received_counts is None:
+        received_counts = lax.all_to_all(send_counts, axis, 0, 0, tiled=True)
     return _ragged_all_to_all(chunks, send_counts, received_counts, options), received_counts
 
 

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from recsys_tpu.aot import compilation
+
 ROOT = Path(__file__).parents[3]
 
 Proof = Callable[[], object]
@@ -45,14 +47,11 @@ def run(module: str, names: Iterable[str], *, seconds_each: float) -> dict[str, 
 
 def _one_child(module: str, names: list[str], *, seconds_each: float) -> list[tuple[str, dict[str, object]]]:
     environment = {
-        **{name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"},
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
+        **compilation.environment(),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         # A chip that waits inside the interpreter holds a thread of XLA's pool, by default one for each core
         # or device; the others need more to get on with what lies before their kernel.
         "PJRT_NPROC": "64",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
     child = subprocess.Popen(
         [sys.executable, "-m", module, *names],

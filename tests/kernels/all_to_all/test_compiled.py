@@ -1,0 +1,51 @@
+"""Rung 4: libtpu compiles every exchange for whole slices, within budgets, copying no more than XLA's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recsys_tpu.kernels.all_to_all import coded
+from recsys_tpu.kernels.all_to_all.lines import Pieces
+from tests.kernels.all_to_all import children, compiled
+
+SECONDS_EACH = 90
+SEMAPHORE_WORDS = 512
+VMEM_BYTES = 16 * 1024**2  # what a kernel may use unless it asks for more
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, Any]]:
+    return children.run(compiled.__name__, compiled.PROOFS, seconds_each=SECONDS_EACH)
+
+
+def result(outcomes: dict[str, dict[str, Any]], proof: str) -> Any:
+    assert "result" in outcomes[proof], outcomes[proof]
+    return outcomes[proof]["result"]
+
+
+@pytest.mark.timeout(SECONDS_EACH * 4)
+@pytest.mark.parametrize("topology", compiled.TOPOLOGIES)
+@pytest.mark.parametrize("name", compiled.EXCHANGES)
+def test_exchange_compiles(name: str, topology: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    kernel, xla = result(outcomes, f"{name}, {topology}")
+    assert kernel["kernels"] == 1
+    assert xla["collectives"] and not xla["kernels"]
+    assert kernel["entry_barrier"], "a chip could write into a peer that is not ready"
+    assert kernel["semaphores"] < SEMAPHORE_WORDS // 4
+    assert kernel["vmem_bytes"] < VMEM_BYTES // 2
+    slack = 256 * 1024  # counts and semaphores, not payloads
+    assert kernel["temp_bytes"] <= xla["temp_bytes"] + slack
+
+
+def test_pod_of_256_chips_fits_the_semaphores(outcomes: dict[str, dict[str, Any]]) -> None:
+    program = result(outcomes, "256 chips")
+    assert program["entry_barrier"]
+    assert 255 < program["semaphores"] < SEMAPHORE_WORDS
+
+
+def test_vmem_formula_is_what_the_program_holds(outcomes: dict[str, dict[str, Any]]) -> None:
+    kernel, _ = result(outcomes, "bf16 wire, v6e:2x2")
+    pieces = Pieces.of(compiled.ROWS * compiled.DIM, tile=16, at_most=4, max_lines_each=coded.MAX_PIECE_LINES)
+    assert kernel["vmem_bytes"] == coded.vmem_bytes(pieces, "float32", "bfloat16")
