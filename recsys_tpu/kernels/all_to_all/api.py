@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from recsys_tpu.kernels.all_to_all import coded, direct, reference
+from recsys_tpu.kernels.all_to_all import coded, direct, reference, torus
 from recsys_tpu.kernels.all_to_all.lines import LANES, Pieces, from_lines, tile_lines, to_lines
 from recsys_tpu.kernels.all_to_all.parts import Interpret, Ring
 
@@ -253,6 +253,58 @@ def _ragged_backward(
 
 
 _ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)
+
+
+def torus_all_to_all(
+    chunks: jax.Array, *, axes: tuple[str, str], collective_id: int = 0, interpret: Interpret = False
+) -> jax.Array:
+    """`all_to_all` over two mesh axes, ``[X * Y, *chunk]``, one hop along each.
+
+    Bit for bit `reference.all_to_all(chunks, axis=axes)`.  Raises ValueError for other shapes.
+    """
+    rings = tuple(Ring(axis, lax.axis_size(axis)) for axis in axes)
+    chips = math.prod(ring.size for ring in rings)
+    if len(rings) != 2 or min(ring.size for ring in rings) < 2:
+        raise ValueError(
+            "torus_all_to_all(): expected two axes of two chips or more, got "
+            f"{[(ring.axis, ring.size) for ring in rings]}; use all_to_all() on one axis"
+        )
+    if chunks.ndim < 2 or chunks.shape[0] != chips or 0 in chunks.shape:
+        raise ValueError(
+            f"torus_all_to_all(): expected chunks [{chips}, *chunk], one non-empty chunk for each chip of "
+            f"mesh axes {axes}, got shape {list(chunks.shape)}"
+        )
+    return _torus_all_to_all(chunks, (rings[0], rings[1]), collective_id, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _torus_all_to_all(
+    chunks: jax.Array, rings: tuple[Ring, Ring], collective_id: int, interpret: Interpret
+) -> jax.Array:
+    chunk_shape = chunks.shape[1:]
+    tile = tile_lines(chunks.dtype)
+    # two pieces, one for each order of the axes, even if the chunk would fit one
+    elements = max(math.prod(chunk_shape), LANES * tile + 1)
+    pieces = Pieces.of(elements, tile=tile, at_most=2)
+    received = torus.torus_all_to_all(
+        to_lines(chunks, pieces), rings=rings, pieces=pieces, collective_id=collective_id, interpret=interpret
+    )
+    return from_lines(received, chunk_shape)
+
+
+def _torus_forward(
+    chunks: jax.Array, rings: tuple[Ring, Ring], collective_id: int, interpret: Interpret
+) -> tuple[jax.Array, None]:
+    return _torus_all_to_all(chunks, rings, collective_id, interpret), None
+
+
+def _torus_backward(
+    rings: tuple[Ring, Ring], collective_id: int, interpret: Interpret, residual: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    return (_torus_all_to_all(grad, rings, collective_id, interpret),)
+
+
+_torus_all_to_all.defvjp(_torus_forward, _torus_backward)
 
 
 def check_counts(counts: np.ndarray, *, capacity: int) -> None:

@@ -17,6 +17,20 @@ from tests.kernels.all_to_all.children import serve
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1", "tpu7x:2x2x2")
 ROWS, DIM = 65_536, 128  # of one chunk: too large for XLA to keep the payload in VMEM
+# How the devices of a slice are laid out on two mesh axes.
+TORI = {
+    "v6e:2x2": (2, 2),
+    "v6e:2x4": (2, 4),
+    "v5p:2x2x2": (2, 4),
+    "tpu7x:2x2x1": (4, 2),
+    "tpu7x:2x2x2": (4, 4),
+}
+    "v6e:2x2": (2, 2),
+    "v6e:2x4": (2, 4),
+    "v5p:2x2x2": (2, 4),
+    "tpu7x:2x2x1": (4, 2),
+    "tpu7x:2x2x2": (4, 4),
+}
 
 
 def ragged(exchange: Any, chunks: jax.Array, counts: jax.Array, **options: Any) -> Any:
@@ -43,6 +57,19 @@ def compile_both(name: str, topology: str) -> list[dict[str, Any]]:
     ]
 
 
+def torus(topology: str, rows: int, columns: int) -> list[dict[str, Any]]:
+    axes = {"x": rows, "y": columns}
+    exchanges = (
+        functools.partial(api.torus_all_to_all, axes=("x", "y")),
+        functools.partial(reference.all_to_all, axis=("x", "y")),
+    )
+    arguments = [jax.ShapeDtypeStruct((rows * columns, ROWS, DIM), jnp.float32)]
+    return [
+        dataclasses.asdict(compile_on_slice(topology, exchange, arguments, axes=axes))
+        for exchange in exchanges
+    ]
+
+
 def pod() -> dict[str, Any]:
     """256 chips, a chunk of one tile for each: what the semaphores allow."""
     exchange = functools.partial(api.all_to_all, axis="x")
@@ -55,6 +82,7 @@ PROOFS = {
         f"{name}, {topology}": functools.partial(compile_both, name, topology)
         for name, topology in itertools.product(EXCHANGES, TOPOLOGIES)
     },
+    **{f"torus, {topology}": functools.partial(torus, topology, *axes) for topology, axes in TORI.items()},
     "256 chips": pod,
 }
 

@@ -45,6 +45,14 @@ def ragged(mode: str, counts: list[list[int]], capacity: int, dim: int, **option
     return differences(got, expected)
 
 
+def on_torus(mode: str, rows: int, columns: int, chunk: tuple[int, ...]) -> list[str]:
+    chips, mesh = rows * columns, mesh_of(rows, columns)
+    x = payload(chips, chips, *chunk)
+    axes = ("x", "y")
+    got = on_chips(mesh, functools.partial(api.torus_all_to_all, axes=axes, interpret=interpreter(mode)), x)
+    return differences(got, on_chips(mesh, functools.partial(reference.all_to_all, axis=axes), x))
+
+
 def equal_gradient(mode: str) -> list[str]:
     x, weight = payload(4, 4, 12, 40), payload(4, 4, 12, 40, seed=1)
 
@@ -103,6 +111,11 @@ SHAPES = {
     "ragged, no ids at all": (ragged, [[0, 0], [0, 0]], 16, 64),
     "ragged, capacity full": (ragged, [[16, 16], [16, 16]], 16, 128),
 }
+TORUS = {
+    "torus 2x2": (on_torus, 2, 2, (40, 128)),
+    "torus 2x4, dim 24": (on_torus, 2, 4, (10, 24)),
+    "torus 3x2": (on_torus, 3, 2, (16, 128)),
+}
 CONVERTING = {
     "scaled": (equal, 4, (40, 128), jnp.float32, {"scale": 0.25}),
     "bf16 wire, 4 chips": (equal, 4, (100, 96), jnp.float32, {"wire_dtype": BF16, "scale": 1 / 3}),
@@ -120,7 +133,7 @@ def bind(case: tuple[Any, ...], mode: str) -> Any:
 PROOFS = {
     **{
         f"{name}, {mode}": bind(case, mode)
-        for (name, case), mode in itertools.product({**SHAPES, **CONVERTING}.items(), MODES)
+        for (name, case), mode in itertools.product({**SHAPES, **TORUS, **CONVERTING}.items(), MODES)
     },
     **{f"equal gradient, {mode}": functools.partial(equal_gradient, mode) for mode in MODES},
     **{f"ragged gradient, {mode}": functools.partial(ragged_gradient, mode) for mode in MODES},

@@ -12,6 +12,7 @@ from tests.kernels.all_to_all import children, compiled
 
 SECONDS_EACH = 90
 SEMAPHORE_WORDS = 512
+SLACK_BYTES = 256 * 1024  # counts and addresses, not payloads
 VMEM_BYTES = 16 * 1024**2  # what a kernel may use unless it asks for more
 
 
@@ -35,8 +36,16 @@ def test_exchange_compiles(name: str, topology: str, outcomes: dict[str, dict[st
     assert kernel["entry_barrier"], "a chip could write into a peer that is not ready"
     assert kernel["semaphores"] < SEMAPHORE_WORDS // 4
     assert kernel["vmem_bytes"] < VMEM_BYTES // 2
-    slack = 256 * 1024  # counts and semaphores, not payloads
-    assert kernel["temp_bytes"] <= xla["temp_bytes"] + slack
+    assert kernel["temp_bytes"] <= xla["temp_bytes"] + SLACK_BYTES
+
+
+@pytest.mark.parametrize("topology", compiled.TORI)
+def test_torus_exchange_compiles(topology: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    kernel, xla = result(outcomes, f"torus, {topology}")
+    assert kernel["kernels"] == 1 and kernel["entry_barrier"]
+    assert kernel["semaphores"] < SEMAPHORE_WORDS // 4
+    payload = kernel["argument_bytes"]
+    assert kernel["temp_bytes"] <= xla["temp_bytes"] + payload + SLACK_BYTES  # the staging buffer
 
 
 def test_pod_of_256_chips_fits_the_semaphores(outcomes: dict[str, dict[str, Any]]) -> None:
