@@ -25,12 +25,6 @@ TORI = {
     "tpu7x:2x2x1": (4, 2),
     "tpu7x:2x2x2": (4, 4),
 }
-    "v6e:2x2": (2, 2),
-    "v6e:2x4": (2, 4),
-    "v5p:2x2x2": (2, 4),
-    "tpu7x:2x2x1": (4, 2),
-    "tpu7x:2x2x2": (4, 4),
-}
 
 
 def ragged(exchange: Any, chunks: jax.Array, counts: jax.Array, **options: Any) -> Any:
