@@ -16,16 +16,19 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
+from recsys_tpu.sharding.ahead import Ahead
 from recsys_tpu.sharding.host import host_group, max_over_ranks, placed_on
 from recsys_tpu.sharding.lookups import LookupInput, PooledLookup
 from recsys_tpu.sharding.pooled_shardings import pooled_sharding
 from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
+
+_Prepared = tuple[EmbeddingBagCollectionContext, list[LookupInput]]
 
 
 class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -59,6 +62,7 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             of_type.host_pg = self._host_pg
         self._capacities = Capacities(max_over_ranks(self._host_pg))
         self._limits = FeatureLimits.of_tables(self._embedding_bag_configs)
+        self.ahead: Ahead[KeyedJaggedTensor, _Prepared] = Ahead(self._exchange_and_prepare)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -109,6 +113,15 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         check_features(features, self._limits, self._validate)
         return _Splits(super().input_dist(ctx, features), self)
 
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+        """Pooled embeddings of a batch, whose host part may have been begun by `ahead.start`."""
+        ctx, prepared = self.ahead.take(features)
+        return self.compute_and_output_dist(ctx, prepared)
+
+    def _exchange_and_prepare(self, features: KeyedJaggedTensor) -> _Prepared:
+        ctx = self.create_context()
+        return ctx, self.input_dist(ctx, features).wait().wait()
+
     def prepare(self, features: KJTList) -> list[LookupInput]:
         """Sorts and pads the ids that this rank received.  A collective call: ranks agree on capacities."""
         lookups = [_unwrapped(lookup) for lookup in self._lookups]
@@ -130,11 +143,11 @@ class _Splits(Awaitable[Any]):
         super().__init__()
         self._splits, self._module = splits, module
 
-    def _wait_impl(self) -> _Prepared:
-        return _Prepared(self._splits.wait(), self._module)
+    def _wait_impl(self) -> _Features:
+        return _Features(self._splits.wait(), self._module)
 
 
-class _Prepared(Awaitable[list[LookupInput]]):
+class _Features(Awaitable[list[LookupInput]]):
     def __init__(self, features: Awaitable[KJTList], module: TpuShardedEmbeddingBagCollection) -> None:
         super().__init__()
         self._features, self._module = features, module

@@ -14,6 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.sharding.embedding_bag_collection import TpuEmbeddingBagCollectionSharder
+from recsys_tpu.sharding.pipeline import prepared_ahead
 from tests.sharding.training import Case, Model, batch_of, initial_tables, loss_of
 
 OPTIMIZERS = {
@@ -94,8 +95,11 @@ def train_steps(
     """This rank's losses of some steps, and its outputs of the first of them."""
     dense = dense_optimizer(dmp, case)
     losses, first = [], {}
-    for step in steps:
-        output = dmp.module.ebc(batch_of(case, step, runtime.rank, runtime.world_size))
+    batches = (batch_of(case, step, runtime.rank, runtime.world_size) for step in steps)
+    if case.ahead:
+        batches = prepared_ahead(dmp, batches, depth=case.ahead, features_of=lambda features: features)
+    for batch in batches:
+        output = dmp.module.ebc(batch)
         names = output.keys()
         columns = dict(zip(names, output.length_per_key(), strict=True))
         first = first or {key: output[key].detach().cpu() for key in names}

@@ -35,6 +35,7 @@ def cases() -> list[Case]:
     found += [Case(sums[kind], weighted=True) for kind in ("table_wise", "row_wise")]
     found += [Case(tables(kind), same_id=True) for kind in ("table_wise", "row_wise")]
     found += [Case(tables(kind), longest_bag=0, steps=2) for kind in ("table_wise", "row_wise")]
+    found += [Case(tables(kind), ahead=depth) for kind, depth in (("table_wise", 1), ("row_wise", 3))]
     mixed = tuple(
         Table(40 + 10 * index, 8, (f"f{index}",), kind, ranks=(index,))
         for index, kind in enumerate((*SHARDED, "data_parallel"))

@@ -6,7 +6,7 @@ optimizers, applied to the rows that the batch touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Case:
     weighted: bool = False
     same_id: bool = False
     seed: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
+    ahead: int = 0  # batches that the host prepares ahead
 
     @property
     def features(self) -> list[str]:
