@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from recsys_tpu.kernels.all_to_all import coded, direct, reference, torus
+from recsys_tpu.kernels.all_to_all import coded, direct, gather, reference, torus
+from recsys_tpu.kernels.all_to_all import reduce_scatter as ring_sums
 from recsys_tpu.kernels.all_to_all.lines import LANES, Pieces, from_lines, tile_lines, to_lines
 from recsys_tpu.kernels.all_to_all.parts import Interpret, Ring
 
@@ -124,7 +125,7 @@ def _all_to_all(chunks: jax.Array, options: _Options) -> jax.Array:
     if not options.converts(chunks.dtype):
         pieces = Pieces.of(elements, tile=tile_lines(chunks.dtype), at_most=EQUAL_PIECES)
         received = direct.direct_all_to_all(
-            to_lines(chunks, pieces),
+            to_lines(chunks, pieces.lines),
             ring=options.ring,
             pieces=pieces,
             collective_id=options.collective_id,
@@ -139,7 +140,7 @@ def _all_to_all(chunks: jax.Array, options: _Options) -> jax.Array:
         max_lines_each=coded.MAX_PIECE_LINES,
     )
     received = coded.coded_all_to_all(
-        to_lines(chunks, pieces),
+        to_lines(chunks, pieces.lines),
         ring=options.ring,
         pieces=pieces,
         scale=options.scale,
@@ -228,7 +229,7 @@ def _ragged_all_to_all(
         return (elements + piece_elements - 1) // piece_elements
 
     received = direct.direct_ragged_all_to_all(
-        to_lines(wire, pieces),
+        to_lines(wire, pieces.lines),
         used_pieces(send_counts),
         used_pieces(received_counts),
         ring=options.ring,
@@ -287,7 +288,11 @@ def _torus_all_to_all(
     elements = max(math.prod(chunk_shape), LANES * tile + 1)
     pieces = Pieces.of(elements, tile=tile, at_most=2)
     received = torus.torus_all_to_all(
-        to_lines(chunks, pieces), rings=rings, pieces=pieces, collective_id=collective_id, interpret=interpret
+        to_lines(chunks, pieces.lines),
+        rings=rings,
+        pieces=pieces,
+        collective_id=collective_id,
+        interpret=interpret,
     )
     return from_lines(received, chunk_shape)
 
@@ -305,6 +310,64 @@ def _torus_backward(
 
 
 _torus_all_to_all.defvjp(_torus_forward, _torus_backward)
+
+
+def reduce_scatter(
+    chunks: jax.Array, *, axis: str, collective_id: int = 0, interpret: Interpret = False
+) -> jax.Array:
+    """float32 ``[chips, *chunk]`` partial sums to ``[*chunk]``: the sum of the chunk that this chip owns.
+
+    `reference.reduce_scatter` up to the order of the sums; its gradient is an all-gather.  Raises
+    ValueError for shapes or dtypes that it does not take.
+    """
+    chips = lax.axis_size(axis)
+    if chunks.ndim < 2 or chunks.shape[0] != chips or 0 in chunks.shape or chunks.dtype != jnp.float32:
+        raise ValueError(
+            f"reduce_scatter(): expected float32 chunks [{chips}, *chunk], one non-empty chunk for each chip "
+            f"of mesh axis {axis!r}, got {chunks.dtype.name} {list(chunks.shape)}"
+        )
+    return _reduce_scatter(chunks, Ring(axis, chips), collective_id, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _reduce_scatter(chunks: jax.Array, ring: Ring, collective_id: int, interpret: Interpret) -> jax.Array:
+    if ring.size == 1:
+        return chunks[0]
+    chunk_shape = chunks.shape[1:]
+    bands = ring_sums.Bands.of(math.prod(chunk_shape), tile=tile_lines(chunks.dtype))
+    total = ring_sums.ring_reduce_scatter(
+        to_lines(chunks, bands.lines),
+        ring=ring,
+        bands=bands,
+        collective_id=collective_id,
+        interpret=interpret,
+    )
+    return from_lines(total[None], chunk_shape)[0]
+
+
+def _reduce_scatter_forward(
+    chunks: jax.Array, ring: Ring, collective_id: int, interpret: Interpret
+) -> tuple[jax.Array, None]:
+    return _reduce_scatter(chunks, ring, collective_id, interpret), None
+
+
+def _reduce_scatter_backward(
+    ring: Ring, collective_id: int, interpret: Interpret, residual: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    if ring.size == 1:
+        return (grad[None],)
+    pieces = Pieces.of(grad.size, tile=tile_lines(grad.dtype), at_most=EQUAL_PIECES)
+    gathered = gather.direct_all_gather(
+        to_lines(grad[None], pieces.lines)[0],
+        ring=ring,
+        pieces=pieces,
+        collective_id=collective_id,
+        interpret=interpret,
+    )
+    return (from_lines(gathered, grad.shape),)
+
+
+_reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward)
 
 
 def check_counts(counts: np.ndarray, *, capacity: int) -> None:

@@ -38,13 +38,16 @@ class DirectCopies:
         self.x, self.out = x, out
         self._own, self._sent, self._received = own, sent, received
 
-    def _lines(self, piece: Index) -> Lines:
+    def lines(self, piece: Index) -> Lines:
         each = self.pieces.lines_each
         return pl.ds(piece * each, each)
 
+    def source(self, chunk: Index, piece: Index) -> Ref:
+        return self.x.at[chunk, self.lines(piece)]
+
     def own(self, piece: Index) -> Descriptor:
-        me, lines = self.ring.me, self._lines(piece)
-        return pltpu.make_async_copy(self.x.at[me, lines], self.out.at[me, lines], self._own)
+        me, lines = self.ring.me, self.lines(piece)
+        return pltpu.make_async_copy(self.source(me, piece), self.out.at[me, lines], self._own)
 
     def send(self, slot: Index, piece: Index) -> Descriptor:
         return self._remote(slot, piece, peer=self.ring.send_peer(slot), target_chunk=self.ring.me)
@@ -55,11 +58,11 @@ class DirectCopies:
         return self._remote(slot, piece, peer=peer, target_chunk=peer)
 
     def _remote(self, slot: Index, piece: Index, *, peer: jax.Array, target_chunk: jax.Array) -> Descriptor:
-        lines = self._lines(piece)
+        lines = self.lines(piece)
         return remote_copy(
             self.ring,
             peer,
-            source=self.x.at[peer, lines],
+            source=self.source(peer, piece),
             target=self.out.at[target_chunk, lines],
             send=self._sent.at[jax.lax.rem(slot, PEERS_IN_FLIGHT)],
             receive=self._received.at[slot],

@@ -55,15 +55,14 @@ class Pieces:
         return Pieces(count=math.ceil(tiles / tiles_each), lines_each=tiles_each * tile)
 
 
-def to_lines(chunks: jax.Array, pieces: Pieces) -> jax.Array:
-    """``[chips, *chunk]`` to ``[chips, pieces.lines, 128]``, zeros behind the end of each chunk."""
+def to_lines(chunks: jax.Array, lines: int) -> jax.Array:
+    """``[chips, *chunk]`` to ``[chips, lines, 128]``, zeros behind the end of each chunk."""
     flat = chunks.reshape(chunks.shape[0], -1)
-    spare = pieces.lines * LANES - flat.shape[1]
-    if spare < 0:
-        raise ValueError(f"a chunk of {flat.shape[1]} elements does not fit {pieces.lines} lines of {LANES}")
+    spare = lines * LANES - flat.shape[1]
+    assert spare >= 0, (chunks.shape, lines)
     if spare:
         flat = jnp.pad(flat, ((0, 0), (0, spare)))
-    return flat.reshape(chunks.shape[0], pieces.lines, LANES)
+    return flat.reshape(chunks.shape[0], lines, LANES)
 
 
 def from_lines(lines: jax.Array, chunk_shape: tuple[int, ...]) -> jax.Array:

@@ -33,6 +33,9 @@ class Program:
     devices: int
     argument_bytes: int
     temp_bytes: int
+    readable: bool
+    """False for programs with XLA's own asynchronous SparseCore calls, which JAX 0.10.2 cannot print: what
+    follows is then empty."""
     collectives: tuple[str, ...]
     """XLA's own collectives in it."""
     kernels: int
@@ -75,13 +78,14 @@ def compile_on_slice(
 
 
 def _read(compiled: jax.stages.Compiled, devices: int) -> Program:
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None
+    memory, text = compiled.memory_analysis(), _text(compiled)
+    assert memory is not None
     scratch = [_scratch(base64.b64decode(body)) for body in re.findall(r'"body":"([^"]+)"', text)]
     return Program(
         devices=devices,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        readable=bool(text),
         collectives=tuple(
             re.findall(r" (all-to-all|reduce-scatter|all-gather|all-reduce)(?:-start)?\(", text)
         ),
@@ -90,6 +94,13 @@ def _read(compiled: jax.stages.Compiled, devices: int) -> Program:
         semaphores=max((semaphores for semaphores, _ in scratch), default=0),
         vmem_bytes=max((vmem for _, vmem in scratch), default=0),
     )
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        return ""
 
 
 def _scratch(body: bytes) -> tuple[int, int]:

@@ -37,6 +37,9 @@ EXCHANGES = {
         functools.partial(module.all_to_all, axis="x", scale=0.5, wire_dtype=jnp.bfloat16)
         for module in (api, reference)
     ),
+    "reduce-scatter": tuple(
+        functools.partial(module.reduce_scatter, axis="x") for module in (api, reference)
+    ),
     "ragged": tuple(functools.partial(ragged, module.ragged_all_to_all) for module in (api, reference)),
 }
 

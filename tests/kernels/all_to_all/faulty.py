@@ -43,7 +43,7 @@ class WrongPeer(DirectCopies):
 
     def send(self, slot: Any, piece: Any) -> Any:
         right = self.ring.send_peer(slot)
-        lines = self._lines(piece)
+        lines = self.lines(piece)
         return remote_copy(
             self.ring,
             jax.lax.rem(right + 1, CHIPS),

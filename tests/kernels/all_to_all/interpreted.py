@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recsys_tpu.kernels.all_to_all import api, reference
+from recsys_tpu.kernels.all_to_all.reduce_scatter import Bands
 from tests.kernels.all_to_all.children import serve
 from tests.kernels.all_to_all.interpreting import MODES, differences, interpreter, mesh_of, on_chips
 
@@ -51,6 +52,44 @@ def on_torus(mode: str, rows: int, columns: int, chunk: tuple[int, ...]) -> list
     axes = ("x", "y")
     got = on_chips(mesh, functools.partial(api.torus_all_to_all, axes=axes, interpret=interpreter(mode)), x)
     return differences(got, on_chips(mesh, functools.partial(reference.all_to_all, axis=axes), x))
+
+
+def ring_sums(x: np.ndarray) -> np.ndarray:
+    """``[chips, chips, lines, 128]`` summed in the order that the kernel states."""
+    chips = len(x)
+    bands = Bands.of(x[0, 0].size, tile=8)
+    padded = np.zeros((chips, chips, bands.lines, 128), np.float32)
+    padded[:, :, : x.shape[2]] = x
+    halves = padded.reshape(chips, chips, bands.count, 2, -1)
+    sums = np.empty(halves.shape[1:], np.float32)
+    for chunk in range(chips):
+        for half, step in ((0, 1), (1, -1)):
+            total = halves[(chunk + step) % chips, chunk, :, half]
+            for hop in range(2, chips + 1):
+                total = halves[(chunk + step * hop) % chips, chunk, :, half] + total
+            sums[chunk, :, half] = total
+    return sums.reshape(chips, bands.lines, 128)[:, : x.shape[2]]
+
+
+def summed(mode: str, chips: int, lines: int) -> list[str]:
+    x = np.asarray(payload(chips, chips, lines, 128))
+    mesh = mesh_of(chips)
+    got = on_chips(mesh, functools.partial(api.reduce_scatter, axis="x", interpret=interpreter(mode)), x)
+    (xla,) = on_chips(mesh, functools.partial(reference.reduce_scatter, axis="x"), x)
+    problems = [] if np.allclose(got[0], xla, atol=1e-5) else ["not the sums of psum_scatter"]
+    return problems + differences(got, [ring_sums(x)])
+
+
+def summed_gradient(mode: str) -> list[str]:
+    x, weight = payload(4, 4, 10, 24), payload(4, 10, 24, seed=1)
+
+    def gradient(x: jax.Array, weight: jax.Array) -> jax.Array:
+        sums = functools.partial(api.reduce_scatter, axis="x", interpret=interpreter(mode))
+        return jax.grad(lambda x: (sums(x) * weight).sum())(x)
+
+    mesh = mesh_of(4)
+    gathered = on_chips(mesh, functools.partial(reference.all_gather, axis="x"), weight)
+    return differences(on_chips(mesh, gradient, x, weight), gathered)
 
 
 def equal_gradient(mode: str) -> list[str]:
@@ -116,6 +155,11 @@ TORUS = {
     "torus 2x4, dim 24": (on_torus, 2, 4, (10, 24)),
     "torus 3x2": (on_torus, 3, 2, (16, 128)),
 }
+SUMS = {
+    **{f"reduce-scatter, {chips} chips": (summed, chips, 70) for chips in (2, 4, 8)},
+    "reduce-scatter, 3 chips": (summed, 3, 8),
+    "reduce-scatter, several bands": (summed, 2, 2 * 2048 + 100),
+}
 CONVERTING = {
     "scaled": (equal, 4, (40, 128), jnp.float32, {"scale": 0.25}),
     "bf16 wire, 4 chips": (equal, 4, (100, 96), jnp.float32, {"wire_dtype": BF16, "scale": 1 / 3}),
@@ -133,9 +177,10 @@ def bind(case: tuple[Any, ...], mode: str) -> Any:
 PROOFS = {
     **{
         f"{name}, {mode}": bind(case, mode)
-        for (name, case), mode in itertools.product({**SHAPES, **TORUS, **CONVERTING}.items(), MODES)
+        for (name, case), mode in itertools.product({**SHAPES, **TORUS, **SUMS, **CONVERTING}.items(), MODES)
     },
     **{f"equal gradient, {mode}": functools.partial(equal_gradient, mode) for mode in MODES},
+    **{f"reduce-scatter gradient, {mode}": functools.partial(summed_gradient, mode) for mode in MODES},
     **{f"ragged gradient, {mode}": functools.partial(ragged_gradient, mode) for mode in MODES},
 }
 

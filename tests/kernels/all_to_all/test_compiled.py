@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recsys_tpu.kernels.all_to_all import coded
+from recsys_tpu.kernels.all_to_all import coded, reduce_scatter
 from recsys_tpu.kernels.all_to_all.lines import Pieces
 from tests.kernels.all_to_all import children, compiled
 
@@ -32,11 +32,15 @@ def result(outcomes: dict[str, dict[str, Any]], proof: str) -> Any:
 def test_exchange_compiles(name: str, topology: str, outcomes: dict[str, dict[str, Any]]) -> None:
     kernel, xla = result(outcomes, f"{name}, {topology}")
     assert kernel["kernels"] == 1
-    assert xla["collectives"] and not xla["kernels"]
+    assert xla["collectives"] or not xla["readable"]
+    assert not xla["kernels"]
     assert kernel["entry_barrier"], "a chip could write into a peer that is not ready"
     assert kernel["semaphores"] < SEMAPHORE_WORDS // 4
     assert kernel["vmem_bytes"] < VMEM_BYTES // 2
-    assert kernel["temp_bytes"] <= xla["temp_bytes"] + SLACK_BYTES
+    allowed = xla["temp_bytes"]
+    if name == "reduce-scatter":  # v5p and tpu7x copy a collective's result into the program's output
+        allowed = max(allowed, kernel["argument_bytes"] // kernel["devices"])
+    assert kernel["temp_bytes"] <= allowed + SLACK_BYTES
 
 
 @pytest.mark.parametrize("topology", compiled.TORI)
@@ -54,7 +58,10 @@ def test_pod_of_256_chips_fits_the_semaphores(outcomes: dict[str, dict[str, Any]
     assert 255 < program["semaphores"] < SEMAPHORE_WORDS
 
 
-def test_vmem_formula_is_what_the_program_holds(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_vmem_formulas_are_what_the_programs_hold(outcomes: dict[str, dict[str, Any]]) -> None:
     kernel, _ = result(outcomes, "bf16 wire, v6e:2x2")
     pieces = Pieces.of(compiled.ROWS * compiled.DIM, tile=16, at_most=4, max_lines_each=coded.MAX_PIECE_LINES)
     assert kernel["vmem_bytes"] == coded.vmem_bytes(pieces, "float32", "bfloat16")
+    kernel, _ = result(outcomes, "reduce-scatter, v6e:2x2")
+    bands = reduce_scatter.Bands.of(compiled.ROWS * compiled.DIM, tile=8)
+    assert kernel["vmem_bytes"] == reduce_scatter.vmem_bytes(bands)
