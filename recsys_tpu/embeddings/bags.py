@@ -62,6 +62,38 @@ def sort_for_stack(
     return sort_ids(rows, num_bags=len(bag_order), num_rows=stack.num_rows, lengths=lengths, weights=weights)
 
 
+class BagLayout:
+    """Where the bags of a batch with variable batch sizes are.
+
+    strides: samples by [feature][rank].  Bags come feature after feature, each rank after rank; a stack's
+    bags are put in the order rank, feature, sample.
+    """
+
+    def __init__(self, strides: Sequence[Sequence[int]]) -> None:
+        self._strides = np.asarray(strides, np.int64).reshape(len(strides), -1)
+        ends = np.cumsum(self._strides.reshape(-1))
+        self._starts = (ends - self._strides.reshape(-1)).reshape(self._strides.shape)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._strides.shape[1]
+
+    def bag_order(self, features: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions, among all bags, of the bags of `features` in the order of a stack."""
+        return concatenated_ranges(
+            self._starts[features].T.reshape(-1), self._strides[features].T.reshape(-1)
+        )
+
+    def bounds(self, features: NDArray[np.int64]) -> list[list[tuple[int, int]]]:
+        """(first, last) bag of the stack, by [rank][feature of the stack]."""
+        lengths = self._strides[features].T
+        ends = np.cumsum(lengths.reshape(-1)).reshape(lengths.shape)
+        return [
+            list(zip((ends - lengths)[rank].tolist(), ends[rank].tolist(), strict=True))
+            for rank in range(self.num_ranks)
+        ]
+
+
 def sample_major(features: NDArray[np.int64], strides: Sequence[int]) -> NDArray[np.int64]:
     """Positions, among all bags of a batch of equal strides, of the bags of `features`, sample by sample."""
     samples = strides[0] if len(strides) else 0

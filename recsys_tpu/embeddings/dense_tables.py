@@ -39,11 +39,15 @@ class DenseTables(nn.Module):
 
     def forward(self, batch: PooledInput) -> Tensor:
         """Pooled embeddings `[num_samples, sum of the features' dims]`."""
-        outputs = [
-            _DenseLookup.apply(weights, stack.dim, lookup).view(batch.num_samples, -1)
-            for weights, stack, lookup in zip(self.weights, self.stacks, batch.batches, strict=True)
+        samples = [output.view(batch.num_samples, -1) for output in self.pool(batch.batches)]
+        return in_feature_order(samples, self.stacks, self.feature_tables)
+
+    def pool(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
+        """Each stack's pooled embeddings `[bags, dim]`."""
+        return [
+            _DenseLookup.apply(weights, stack.dim, lookup).to(self._output_dtype)
+            for weights, stack, lookup in zip(self.weights, self.stacks, batches, strict=True)
         ]
-        return in_feature_order(outputs, self.stacks, self.feature_tables).to(self._output_dtype)
 
     def slice_of(self, index: int) -> tuple[Tensor, int, int]:
         """(flat parameter, first element, last element) of a table."""

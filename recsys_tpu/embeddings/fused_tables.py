@@ -34,13 +34,22 @@ STEP_NAME = "step"
 class PooledInput:
     """A batch of one group, ready for the device: one lookup batch a stack.
 
-    num_samples: samples of the whole exchange (ranks x local batch).  pieces: with variable batch sizes,
-    the (stack, first bag, last bag) that the flat output is made of, in order; otherwise None.
+    num_samples: samples of the whole exchange (ranks x local batch).
     """
 
     num_samples: int
     batches: list[LookupBatch]
-    pieces: list[tuple[int, int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class SequenceInput:
+    """A batch of one group of unpooled tables: one lookup batch a stack, every id its own output row.
+
+    pieces: the (stack, first id, last id) that the output is made of, in order.
+    """
+
+    batches: list[LookupBatch]
+    pieces: list[tuple[int, int, int]]
 
 
 class FusedTables(nn.Module):
@@ -80,20 +89,25 @@ class FusedTables(nn.Module):
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def forward(self, batch: PooledInput) -> Tensor:
-        """Pooled embeddings `[num_samples, sum of the features' dims]`, features in their order.
+        """Pooled embeddings `[num_samples, sum of the features' dims]`, features in their order."""
+        samples = [output.view(batch.num_samples, -1) for output in self.pool(batch.batches)]
+        return in_feature_order(samples, self.stacks, self.feature_tables)
 
-        With variable batch sizes: 1-D, the pieces one after the other.
-        """
+    def pool(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
+        """Each stack's pooled embeddings `[bags, dim]`."""
+        return self._lookup(batches, per_id=False)
+
+    def sequence(self, batch: SequenceInput) -> Tensor:
+        """Unpooled embeddings `[ids, dim]`.  Its shape is that of the batch: not for static programs."""
+        outputs = self._lookup(batch.batches, per_id=True)
+        return torch.cat([outputs[stack][first:last] for stack, first, last in batch.pieces])
+
+    def _lookup(self, batches: Sequence[LookupBatch], *, per_id: bool) -> list[Tensor]:
         step = _OptimizerStep(self)
-        outputs = [
-            FusedLookup.apply(self._anchor, step, stack, lookup)
-            for stack, lookup in zip(self.stacks, batch.batches, strict=True)
+        return [
+            FusedLookup.apply(self._anchor, step, stack, lookup, per_id).to(self._output_dtype)
+            for stack, lookup in zip(self.stacks, batches, strict=True)
         ]
-        if batch.pieces is not None:
-            flat = [outputs[stack][first:last].reshape(-1) for stack, first, last in batch.pieces]
-            return torch.cat(flat).to(self._output_dtype)
-        samples = [output.view(batch.num_samples, -1) for output in outputs]
-        return in_feature_order(samples, self.stacks, self.feature_tables).to(self._output_dtype)
 
     def update(self, stack: TableStack, batch: LookupBatch, grad_output: Tensor) -> None:
         """Applies the optimizer to the rows that `batch` touched."""
@@ -197,16 +211,18 @@ class _OptimizerStep:
 
 
 class FusedLookup(torch.autograd.Function):
-    """Pooled lookup of one stack; its backward updates the stack and returns no gradient."""
+    """Lookup of one stack, pooled or one row an id; its backward updates the stack, without a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, step: _OptimizerStep, stack: TableStack, batch: LookupBatch
+        ctx: Any, anchor: Tensor, step: _OptimizerStep, stack: TableStack, batch: LookupBatch, per_id: bool
     ) -> Tensor:
-        ctx.step, ctx.stack, ctx.batch = step, stack, batch
+        ctx.step, ctx.stack, ctx.batch = step, stack, batch.per_id() if per_id else batch
+        if per_id:
+            return kernels.sequence_lookup(stack.weights, batch, stack.dim)
         return kernels.pooled_lookup(stack.weights, batch, stack.dim)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
         ctx.step.apply(ctx.stack, ctx.batch, grad_output)
-        return None, None, None, None
+        return (None,) * 5

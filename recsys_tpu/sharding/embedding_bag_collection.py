@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
@@ -23,8 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
 from recsys_tpu.sharding.ahead import Ahead
-from recsys_tpu.sharding.host import host_group, max_over_ranks, placed_on
-from recsys_tpu.sharding.lookups import LookupInput, PooledLookup
+from recsys_tpu.sharding.host import PreparedSplits, host_group, max_over_ranks, placed_on, prepare
+from recsys_tpu.sharding.lookups import LookupInput
 from recsys_tpu.sharding.pooled_shardings import pooled_sharding
 from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
 
@@ -111,7 +111,7 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Starts the exchange of ids, on the host.  Raises InvalidFeatureError for ids that no table has."""
         features = features.to(torch.device("cpu"))
         check_features(features, self._limits, self._validate)
-        return _Splits(super().input_dist(ctx, features), self)
+        return PreparedSplits(super().input_dist(ctx, features), self.prepare)
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Pooled embeddings of a batch, whose host part may have been begun by `ahead.start`."""
@@ -124,36 +124,7 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def prepare(self, features: KJTList) -> list[LookupInput]:
         """Sorts and pads the ids that this rank received.  A collective call: ranks agree on capacities."""
-        lookups = [_unwrapped(lookup) for lookup in self._lookups]
-        sorted_ids = [lookup.sort(kjt) for lookup, kjt in zip(lookups, features, strict=True)]
-        sizes = [[stack.sizes for group in ids.groups for stack in group] for ids in sorted_ids]
-        capacities = iter(self._capacities.hold([size for of_lookup in sizes for size in of_lookup]))
-        return [
-            lookup.pad(ids, [next(capacities) for _ in of_lookup])
-            for lookup, ids, of_lookup in zip(lookups, sorted_ids, sizes, strict=True)
-        ]
-
-
-class _Splits(Awaitable[Any]):
-    """TorchRec's two-step wait (sizes, then ids), followed by the preparation."""
-
-    def __init__(
-        self, splits: Awaitable[Awaitable[KJTList]], module: TpuShardedEmbeddingBagCollection
-    ) -> None:
-        super().__init__()
-        self._splits, self._module = splits, module
-
-    def _wait_impl(self) -> _Features:
-        return _Features(self._splits.wait(), self._module)
-
-
-class _Features(Awaitable[list[LookupInput]]):
-    def __init__(self, features: Awaitable[KJTList], module: TpuShardedEmbeddingBagCollection) -> None:
-        super().__init__()
-        self._features, self._module = features, module
-
-    def _wait_impl(self) -> list[LookupInput]:
-        return self._module.prepare(self._features.wait())
+        return prepare(self._lookups, features, self._capacities)
 
 
 def _check_pooling(module: EmbeddingBagCollection) -> None:
@@ -163,10 +134,6 @@ def _check_pooling(module: EmbeddingBagCollection) -> None:
                 f"table {config.name}: a weighted mean is not defined (nor is it in torch); use SUM pooling "
                 "and divide the weights by what you want"
             )
-
-
-def _unwrapped(lookup: nn.Module) -> PooledLookup:
-    return lookup.module if isinstance(lookup, DistributedDataParallel) else lookup  # type: ignore[return-value]
 
 
 class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, EnumerableShardingSpec, ParameterSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_tpu.embeddings.capacity import MaxOverRanks
+from recsys_tpu.embeddings.capacity import Capacities, MaxOverRanks
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -52,6 +55,51 @@ def max_over_ranks(group: dist.ProcessGroup) -> MaxOverRanks | None:
         return tensor.numpy()
 
     return maximum
+
+
+@contextmanager
+def on_host(sharding: Any) -> Iterator[None]:
+    """Within it a TorchRec sharding makes its dists for the host group."""
+    device_pg = getattr(sharding, "_pg", None)
+    sharding._pg = sharding.host_pg or device_pg
+    try:
+        yield
+    finally:
+        sharding._pg = device_pg
+
+
+def prepare(lookups: Sequence[nn.Module], features: KJTList, capacities: Capacities) -> list[Any]:
+    """Each lookup's `sort` and `pad` of what this rank received.  Collective: ranks agree on capacities."""
+    unwrapped: list[Any] = [getattr(lookup, "module", lookup) for lookup in lookups]  # out of DDP
+    sorted_ids = [lookup.sort(kjt) for lookup, kjt in zip(unwrapped, features, strict=True)]
+    sizes = [[stack.sizes for group in ids.groups for stack in group] for ids in sorted_ids]
+    held = iter(capacities.hold([size for of_lookup in sizes for size in of_lookup]))
+    return [
+        lookup.pad(ids, [next(held) for _ in of_lookup])
+        for lookup, ids, of_lookup in zip(unwrapped, sorted_ids, sizes, strict=True)
+    ]
+
+
+class PreparedSplits(Awaitable[Any]):
+    """TorchRec's two-step wait for the ids (their sizes, then themselves), followed by `prepare`."""
+
+    def __init__(
+        self, splits: Awaitable[Awaitable[KJTList]], prepare: Callable[[KJTList], list[Any]]
+    ) -> None:
+        super().__init__()
+        self._splits, self._prepare = splits, prepare
+
+    def _wait_impl(self) -> Awaitable[list[Any]]:
+        return _PreparedFeatures(self._splits.wait(), self._prepare)
+
+
+class _PreparedFeatures(Awaitable[Any]):
+    def __init__(self, features: Awaitable[KJTList], prepare: Callable[[KJTList], list[Any]]) -> None:
+        super().__init__()
+        self._features, self._prepare = features, prepare
+
+    def _wait_impl(self) -> list[Any]:
+        return self._prepare(self._features.wait())
 
 
 class MeanFoldingInputDist(nn.Module):

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag, EmbeddingFusedOptimizer
+from torchrec.distributed.batched_embedding_kernel import (
+    BaseBatchedEmbedding,
+    BaseBatchedEmbeddingBag,
+    EmbeddingFusedOptimizer,
+)
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
@@ -18,7 +22,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptim
 
 from recsys_tpu.embeddings.dense_tables import DenseTables
 from recsys_tpu.embeddings.fused_params import parse_fused_params
-from recsys_tpu.embeddings.fused_tables import FusedTables, PooledInput
+from recsys_tpu.embeddings.fused_tables import FusedTables, PooledInput, SequenceInput
 from recsys_tpu.embeddings.stacks import LocalTable
 
 
@@ -55,10 +59,10 @@ class StackOptimizer(EmbeddingFusedOptimizer):
         self._emb_module.set_learning_rate(self.param_groups[0]["lr"])
 
 
-class _TableSlices(BaseBatchedEmbeddingBag[Tensor]):
+class _TableSlices:
     """What fused and dense kernels share: how a table (or its column shards) appears as one parameter."""
 
-    def _slices(self) -> Iterator[tuple[str, int, TableBatchedEmbeddingSlice]]:
+    def _slices(self: Any) -> Iterator[tuple[str, int, TableBatchedEmbeddingSlice]]:
         """(table, position of its first shard, slice) of each table of the group."""
         module: Any = self.emb_module
         tables = module.tables
@@ -85,17 +89,15 @@ class _TableSlices(BaseBatchedEmbeddingBag[Tensor]):
         yield from ()
 
 
-class FusedKernel(_TableSlices, FusedOptimizerModule):
-    """Pooled embeddings of a group of tables, trained by the fused optimizer in its backward."""
+class _Fused(_TableSlices, FusedOptimizerModule):
+    """A TorchRec kernel over `FusedTables`: its parameters carry the optimizer that trains them."""
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup | None,
-        device: torch.device,
-        sharding_type: ShardingType | None = None,
+    _emb_module: FusedTables
+    _optim: StackOptimizer
+
+    def _make(
+        self: Any, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        super().__init__(config, pg, device, sharding_type)
         self._emb_module = FusedTables(
             local_tables(config),
             feature_tables(config),
@@ -114,17 +116,14 @@ class FusedKernel(_TableSlices, FusedOptimizerModule):
     def fused_optimizer(self) -> FusedOptimizer:
         return self._optim
 
-    def forward(self, batch: PooledInput) -> Tensor:
-        return self._emb_module(batch)
-
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         self.flush()
         for name, weight in self.named_split_embedding_weights(prefix, recurse, remove_duplicate):
             yield name, _fused(nn.Parameter(weight), EmptyFusedOptimizer())
 
-    def named_parameters_by_table(self) -> Iterator[tuple[str, TableBatchedEmbeddingSlice]]:
+    def named_parameters_by_table(self: Any) -> Iterator[tuple[str, TableBatchedEmbeddingSlice]]:
         for name, position, weight in self._slices():
             self._emb_module.follow(weight, position)
             optimizer = StackOptimizer(
@@ -147,7 +146,37 @@ class FusedKernel(_TableSlices, FusedOptimizerModule):
         self._emb_module.flush()
 
 
-class DenseKernel(_TableSlices):
+class FusedKernel(_Fused, BaseBatchedEmbeddingBag[Tensor]):
+    """Pooled embeddings of a group of tables, trained by the fused optimizer in its backward."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        super().__init__(config, pg, device, sharding_type)
+        self._make(config, pg, device)
+
+    def forward(self, batch: PooledInput) -> Tensor:
+        return self._emb_module(batch)
+
+
+class FusedSequenceKernel(_Fused, BaseBatchedEmbedding[Tensor]):
+    """Unpooled embeddings of a group of tables, trained by the fused optimizer in its backward."""
+
+    def __init__(
+        self, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        super().__init__(config, pg, device)
+        self._make(config, pg, device)
+
+    def forward(self, batch: SequenceInput) -> Tensor:
+        return self._emb_module.sequence(batch)
+
+
+class DenseKernel(_TableSlices, BaseBatchedEmbeddingBag[Tensor]):
     """Pooled embeddings of replicated tables, trained by any optimizer from their gradients."""
 
     def __init__(

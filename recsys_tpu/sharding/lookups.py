@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_tpu.embeddings.bags import JaggedFeatures, StackFeatures, sort_for_stack, to_device
+from recsys_tpu.embeddings.bags import BagLayout, JaggedFeatures, StackFeatures, sort_for_stack, to_device
 from recsys_tpu.embeddings.fused_tables import PooledInput
 from recsys_tpu.embeddings.preparation import SortedIds
 from recsys_tpu.embeddings.stacks import features_of
@@ -30,12 +32,17 @@ from recsys_tpu.sharding.kernels import DenseKernel, FusedKernel
 ROW_SHARDED = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
 
 
+# With variable batch sizes: (group, stack, first bag, last bag) of each piece of the flat output.
+Pieces = list[tuple[int, int, int, int]]
+
+
 @dataclass(frozen=True)
 class SortedFeatures:
     """A rank's ids of one sharding, sorted for each stack of each group."""
 
     num_samples: int
     groups: list[list[SortedIds]]
+    pieces: Pieces | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class LookupInput:
 
     num_samples: int
     groups: list[PooledInput]
+    pieces: Pieces | None
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
@@ -61,19 +69,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         self._sharding_type = sharding_type
         super().__init__(grouped_configs, device, pg, sharding_type=sharding_type, env=env)
         self._device = device or torch.device("cpu")
-        self._stack_features: list[list[StackFeatures]] = []
-        first_feature = 0
-        for kernel in self._emb_modules:
-            tables = kernel.emb_module
-            of_group = []
-            for stack in tables.stacks:
-                features = np.array(features_of(stack, tables.feature_tables), np.int64)
-                starts = [stack.first_rows[tables.feature_tables[feature]] for feature in features]
-                of_group.append(
-                    StackFeatures(features + first_feature, np.array(starts, np.int64), stack.num_rows)
-                )
-            self._stack_features.append(of_group)
-            first_feature += len(tables.feature_tables)
+        self._stack_features = stack_features(self._emb_modules)
 
     def _create_embedding_kernel(
         self,
@@ -101,11 +97,37 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     def sort(self, features: KeyedJaggedTensor) -> SortedFeatures:
         """Sorts the ids that this rank received, on the host."""
         batch = jagged_features(features)
+        layout = BagLayout(features.stride_per_key_per_rank()) if features.variable_stride_per_key() else None
         groups = []
         for config, stacks in zip(self.grouped_configs, self._stack_features, strict=True):
             mean = config.pooling is PoolingType.MEAN and self._sharding_type not in ROW_SHARDED
-            groups.append([sort_for_stack(batch, stack, mean=mean) for stack in stacks])
-        return SortedFeatures(features.stride(), groups)
+            orders = [None if layout is None else layout.bag_order(stack.features) for stack in stacks]
+            groups.append(
+                [
+                    sort_for_stack(batch, stack, mean=mean, bag_order=order)
+                    for stack, order in zip(stacks, orders, strict=True)
+                ]
+            )
+        if layout is None:
+            return SortedFeatures(features.stride(), groups, None)
+        return SortedFeatures(0, groups, self._pieces(layout))
+
+    def _pieces(self, layout: BagLayout) -> Pieces:
+        """TorchRec's flat output: rank after rank, its features in order, a feature's samples together."""
+        position_of_feature = {
+            int(feature): (group, stack, place)
+            for group, stacks in enumerate(self._stack_features)
+            for stack, of_stack in enumerate(stacks)
+            for place, feature in enumerate(of_stack.features)
+        }
+        bounds = [[layout.bounds(stack.features) for stack in stacks] for stacks in self._stack_features]
+        pieces = []
+        for rank in range(layout.num_ranks):
+            for feature in sorted(position_of_feature):
+                group, stack, place = position_of_feature[feature]
+                first, last = bounds[group][stack][rank][place]
+                pieces.append((group, stack, first, last))
+        return pieces
 
     def pad(self, ids: SortedFeatures, capacities: list[tuple[int, int]]) -> LookupInput:
         """Pads sorted ids to (id, distinct row) capacities, one a stack, and moves them to the device."""
@@ -116,13 +138,44 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
             )
             for group in ids.groups
         ]
-        return LookupInput(ids.num_samples, groups)
+        return LookupInput(ids.num_samples, groups, ids.pieces)
 
     def forward(self, batch: LookupInput) -> Tensor:
-        """Pooled embeddings `[num_samples, sum of dims]` of the features that this rank serves."""
+        """Pooled embeddings `[num_samples, sum of dims]` of the features that this rank serves.
+
+        With variable batch sizes 1-D, see `_pieces`.
+        """
+        if batch.pieces is not None:
+            return self._flat(batch, batch.pieces)
         outputs = [kernel(group) for kernel, group in zip(self._emb_modules, batch.groups, strict=True)]
         nothing = self._dummy_embs_tensor.view(batch.num_samples, 0)
         return embeddings_cat_empty_rank_handle(outputs, nothing, dim=1)
+
+    def _flat(self, batch: LookupInput, pieces: Pieces) -> Tensor:
+        outputs = [
+            kernel.emb_module.pool(group.batches)
+            for kernel, group in zip(self._emb_modules, batch.groups, strict=True)
+        ]
+        flat = [outputs[group][stack][first:last].reshape(-1) for group, stack, first, last in pieces]
+        return embeddings_cat_empty_rank_handle(flat, self._dummy_embs_tensor)
+
+
+def stack_features(kernels: Iterable[Any]) -> list[list[StackFeatures]]:
+    """For each kernel and stack, the features that read it; features are numbered through all kernels."""
+    found = []
+    first_feature = 0
+    for kernel in kernels:
+        tables = kernel.emb_module
+        of_group = []
+        for stack in tables.stacks:
+            features = np.array(features_of(stack, tables.feature_tables), np.int64)
+            starts = [stack.first_rows[tables.feature_tables[feature]] for feature in features]
+            of_group.append(
+                StackFeatures(features + first_feature, np.array(starts, np.int64), stack.num_rows)
+            )
+        found.append(of_group)
+        first_feature += len(tables.feature_tables)
+    return found
 
 
 def jagged_features(features: KeyedJaggedTensor) -> JaggedFeatures:

@@ -22,7 +22,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingShard
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
-from recsys_tpu.sharding.host import MeanFoldingInputDist
+from recsys_tpu.sharding.host import MeanFoldingInputDist, on_host
 from recsys_tpu.sharding.lookups import ROW_SHARDED, PooledLookup
 
 
@@ -33,12 +33,8 @@ class _OnHost:
     host_pg: dist.ProcessGroup | None = None
 
     def create_input_dist(self: Any, device: torch.device | None = None) -> nn.Module:
-        device_pg = getattr(self, "_pg", None)
-        self._pg = self.host_pg or device_pg
-        try:
+        with on_host(self):
             input_dist = super().create_input_dist(device=torch.device("cpu"))  # type: ignore[misc]
-        finally:
-            self._pg = device_pg
         mean = [
             table.pooling is PoolingType.MEAN
             for group in self._grouped_embedding_configs_per_rank_in_feature_order()
