@@ -39,14 +39,10 @@ def sequence_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tenso
     Update with the gradient of the output and `batch.per_id()`.
     """
     _check_table("sequence_lookup", weights_flat, dim)
-    variant = variant_for(weights_flat.device)
-    if variant is Variant.REFERENCE:
+    op = _lookup_op(weights_flat.device, "sequence")
+    if op is None:
         return reference.sequence_lookup(weights_flat, batch, dim)
-    from recsys_tpu.kernels import ops
-
-    return ops.lookup_ops(variant, target_chip())[1](
-        weights_flat, batch.rows, batch.bags, batch.num_bags, dim
-    )
+    return _call(op, weights_flat, batch.rows, batch.bags, batch.num_bags, dim)
 
 
 def fused_update(
@@ -84,21 +80,33 @@ def fused_update(
 
 def weight_gradient(weights_flat: Tensor, batch: LookupBatch, grad_output: Tensor) -> Tensor:
     """Gradient of `pooled_lookup` with respect to `batch.weights`: float32 `[N]`; padding is 0."""
-    if variant_for(weights_flat.device) is Variant.REFERENCE:
+    op = _lookup_op(weights_flat.device, "weight gradient")
+    if op is None:
         return reference.weight_gradient(weights_flat, batch, grad_output)
+    return _call(op, weights_flat, batch.rows, batch.bags, grad_output)
+
+
+@torch.compiler.assume_constant_result
+def _lookup_op(device: torch.device, kind: str) -> str | None:
+    """Name of the op to call, or None for the reference; a constant to torch.compile."""
+    variant = variant_for(device)
+    if variant is Variant.REFERENCE:
+        return None
     from recsys_tpu.kernels import ops
 
-    return ops.weight_gradient_op()(weights_flat, batch.rows, batch.bags, grad_output)
+    return ops.register_lookups(variant, target_chip())[kind]
+
+
+def _call(op: str, *arguments: Any) -> Tensor:
+    return getattr(torch.ops.recsys_tpu, op)(*arguments)
 
 
 def _pooled(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
-    variant = variant_for(weights_flat.device)
-    if variant is Variant.REFERENCE:
+    op = _lookup_op(weights_flat.device, "pooled")
+    if op is None:
         return reference.pooled_lookup(weights_flat, batch, dim)
-    from recsys_tpu.kernels import ops
-
     ids = (batch.rows, batch.bags, batch.bag_offsets, batch.weights)
-    return ops.lookup_ops(variant, target_chip())[0](weights_flat, *ids, batch.num_bags, dim)
+    return _call(op, weights_flat, *ids, batch.num_bags, dim)
 
 
 class _WeightedLookup(torch.autograd.Function):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from recsys_tpu.kernels import xla
@@ -25,11 +26,16 @@ _numbers = itertools.count()  # op names must be unique
 
 
 @functools.cache
-def lookup_ops(variant: Variant, chip: Chip | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(pooled, sequence) lookup of a variant, registered on first use."""
+def register_lookups(variant: Variant, chip: Chip | None) -> dict[str, str]:
+    """Names, in `torch.ops.recsys_tpu`, of a variant's "pooled", "sequence" and "weight gradient"."""
     kernels, name = _implementation(variant, chip), _name(variant, chip)
+    names = {
+        "pooled": f"pooled_lookup_{name}",
+        "sequence": f"sequence_lookup_{name}",
+        "weight gradient": f"weight_gradient_{name}",
+    }
 
-    @_pallas.jax_op(f"recsys_tpu::pooled_lookup_{name}")
+    @_pallas.jax_op(f"recsys_tpu::{names['pooled']}")
     def pooled_lookup(
         flat: jax.Array,
         rows: jax.Array,
@@ -41,26 +47,23 @@ def lookup_ops(variant: Variant, chip: Chip | None) -> tuple[Callable[..., Any],
     ) -> jax.Array:
         return kernels.pooled_lookup(flat, rows, bags, bag_offsets, weights, num_bags=num_bags, dim=dim)
 
-    @_pallas.jax_op(f"recsys_tpu::sequence_lookup_{name}")
+    @_pallas.jax_op(f"recsys_tpu::{names['sequence']}")
     def sequence_lookup(
         flat: jax.Array, rows: jax.Array, bags: jax.Array, num_bags: int, dim: int
     ) -> jax.Array:
         return kernels.sequence_lookup(flat, rows, bags, num_bags=num_bags, dim=dim)
 
-    return pooled_lookup, sequence_lookup
-
-
-@functools.cache
-def weight_gradient_op() -> Callable[..., Any]:
-    """Gradient of the per-id weights: a gather and a dot product, left to XLA in every variant."""
-
-    @_pallas.jax_op("recsys_tpu::weight_gradient")
+    @_pallas.jax_op(f"recsys_tpu::{names['weight gradient']}")
     def weight_gradient(
         flat: jax.Array, rows: jax.Array, bags: jax.Array, grad_output: jax.Array
     ) -> jax.Array:
-        return xla.weight_gradient(flat, rows, bags, grad_output)
+        # A sequence lookup and a dot product, which XLA fuses.
+        num_bags, dim = grad_output.shape
+        gathered = kernels.sequence_lookup(flat, rows, bags, num_bags=num_bags, dim=dim)
+        upstream = grad_output.astype(jnp.float32).at[bags].get(mode="clip")
+        return jnp.where(bags < num_bags, (gathered * upstream).sum(1), 0.0)
 
-    return weight_gradient
+    return names
 
 
 @functools.cache

@@ -41,14 +41,6 @@ def sequence_lookup(
     return jnp.where((bags < num_bags)[:, None], gathered, 0.0)
 
 
-def weight_gradient(flat: jax.Array, rows: jax.Array, bags: jax.Array, grad_output: jax.Array) -> jax.Array:
-    """Gradient of a pooled lookup with respect to its per-id weights, float32 `[N]`, padding 0."""
-    num_bags, dim = grad_output.shape
-    gathered = _values(read_rows(flat, rows, _words(flat, dim)))
-    upstream = grad_output.astype(jnp.float32).at[bags].get(mode="clip")
-    return jnp.where(bags < num_bags, (gathered * upstream).sum(1), 0.0)
-
-
 def fused_update(
     flat: jax.Array,
     state: tuple[jax.Array, ...],

@@ -1,0 +1,64 @@
+"""Rung 4: the matrix compiles for real chips, aliases table and state, allocates nothing of table size.
+
+The whole matrix for one chip: `python -m recsys_tpu.kernels.compile_matrix v6e`.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+
+from recsys_tpu.aot.compilation import environment
+from recsys_tpu.kernels.arg_specs import MATRIX, QUICK
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'recsys-tpu[tpu]'"
+)
+
+# Each kernel, each layout (several rows a line, one, several lines; packed), each kind of state.
+REPRESENTATIVE = (
+    "pooled-float32-96",
+    "pooled-float32-128",
+    "pooled-packed-32",
+    "sequence-packed-128",
+    "sgd-packed-64",
+    "rowwise_adagrad-float32-128",
+    "rowwise_adagrad-float32-16",
+    "rowwise_adagrad-packed-128",
+    "adam-float32-32",
+)
+
+
+def check(chip: str, names: Iterable[str]) -> None:
+    programs = {program.name: program for program in MATRIX}
+    run = subprocess.run(
+        [sys.executable, "-m", "recsys_tpu.kernels.compile_matrix", chip, *names],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(results) >= len(list(names)) - 1  # dim 96 is not for a TensorCore
+    for result in results:
+        assert "error" not in result, result
+        program = programs[result["name"]]
+        table = program.rows * program.row_bytes
+        assert result["aliased"] == program.donated_bytes(), result
+        assert result["temporaries"] < table / 8, result
+        assert result["temporaries"] < 2.5e6, result
+
+
+def test_quick_programs_on_sparsecore():
+    check("v6e", [program.name for program in QUICK])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x", "v5e"])
+def test_representative_programs(chip):
+    check(chip, REPRESENTATIVE)
