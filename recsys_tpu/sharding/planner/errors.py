@@ -5,7 +5,7 @@ from __future__ import annotations
 from recsys_tpu.errors import UserError
 
 
-class PlanError(UserError):
+class PlanError(UserError, ValueError):
     """Base of the planner's errors."""
 
 

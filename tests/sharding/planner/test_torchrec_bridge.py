@@ -1,0 +1,166 @@
+"""Plans drive TorchRec's DistributedModelParallel: every sharding type, and the solver's own plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys_tpu.sharding.planner import (
+    Effort,
+    Plan,
+    PlanDriftError,
+    ShardingType,
+    TableConstraint,
+    TablePlan,
+    emulated,
+    make_plan,
+)
+from recsys_tpu.sharding.planner.torchrec_bridge import (
+    TpuEmbeddingShardingPlanner,
+    to_sharding_plan,
+    workload_of,
+)
+from tests.sharding import training
+from tests.sharding.planner.strategies import small_topology
+from tests.sharding.ranks import on_ranks
+from tests.sharding.training import Case, Model, Table
+
+TRAIN = "tests.sharding.planner.bridge_ranks:train_planned"
+CASE = Case(
+    (
+        Table(50, 16, ("a", "b"), ""),
+        Table(3, 8, ("c",), ""),
+        Table(300, 32, ("d", "a"), "", mean=True),
+        Table(97, 8, ("e",), ""),
+    ),
+    optimizer="sgd",
+    steps=4,
+)
+EVERYWHERE = (ShardingType.DATA_PARALLEL, ShardingType.ROW_WISE)
+
+
+def _plan(ranks: int, hosts: int, kind: ShardingType) -> Plan:
+    """All tables of the case under one sharding type, column shards as uneven as the type allows."""
+    topology = small_topology(ranks, hosts=hosts)
+    group = topology.host_ranks
+    planned = []
+    for index, table in enumerate(CASE.tables):
+        owner = index % ranks
+        match kind:
+            case ShardingType.COLUMN_WISE if table.dim == 32:
+                shards = ((owner, 20), ((owner + 1) % ranks, 12))
+            case ShardingType.COLUMN_WISE if table.dim == 16:
+                shards = ((owner, 4), ((owner + 1) % ranks, 12))
+            case ShardingType.GRID_SHARD if hosts > 1:
+                shards = tuple((host * group, table.dim // hosts) for host in reversed(range(hosts)))
+            case ShardingType.TABLE_ROW_WISE | ShardingType.GRID_SHARD:
+                shards = (((index % hosts) * group, table.dim),)
+            case _:
+                shards = ((0 if kind in EVERYWHERE else owner, table.dim),)
+        planned.append(
+            TablePlan(name=f"t{index}", rows=table.rows, dim=table.dim, kind=kind, column_shards=shards)
+        )
+    plan = Plan(topology=topology, row_group=group, tables=tuple(planned))
+    plan.check_complete()
+    return plan
+
+
+def _solver_plans(ranks: int, hosts: int) -> list[Plan]:
+    """Plans that the solver makes when it may use one type only, or all."""
+    work = workload_of(Model(CASE), batch_per_rank=CASE.batch)
+    topology = small_topology(ranks, hosts=hosts)
+    group = topology.host_ranks
+    choices = [(), (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE), (ShardingType.ROW_WISE,)]
+    return [
+        make_plan(
+            replace(work, constraints={t.name: TableConstraint(types=types) for t in work.tables}),
+            topology,
+            row_group=group,
+            effort=Effort(steps=10),
+        )
+        for types in choices
+    ]
+
+
+def _check(tmp_path: Path, plans: list[Plan], world: int, device: str, ours: bool, case: Case = CASE) -> None:
+    files = []
+    for index, plan in enumerate(plans):
+        path = tmp_path / f"plan{index}.json"
+        plan.save(path)
+        files.append(str(path))
+    results = on_ranks(TRAIN, world, device, case, files, ours)
+    expected = training.train_unsharded(case, world)["tables"]
+    for index, plan in enumerate(plans):
+        for name, value in expected.items():
+            parts = [rank[index][name] for rank in results]
+            if plan.table(name.split(".")[1]).kind is ShardingType.DATA_PARALLEL:
+                parts = parts[:1]
+            trained = training.assembled(parts, value.shape)
+            torch.testing.assert_close(trained, value, rtol=1e-5, atol=1e-5)
+            assert not torch.equal(trained, training.initial_tables(case)[name]), "was not trained"
+
+
+# Planned only where asked for; TorchRec itself treats it as column-wise within a node.
+TYPES = [kind for kind in ShardingType if kind is not ShardingType.TABLE_COLUMN_WISE]
+
+
+def test_every_type_and_the_solvers_plans_train_on_two_ranks(tmp_path: Path) -> None:
+    plans = [_plan(2, 1, kind) for kind in TYPES]
+    _check(tmp_path, plans + _solver_plans(2, 1), 2, "cpu", True)
+
+
+def test_every_type_and_the_solvers_plans_train_with_torchrecs_own_sharder(tmp_path: Path) -> None:
+    plans = [_plan(2, 1, kind) for kind in TYPES]
+    # TorchRec 1.9.2's grid sharding does not train mean-pooled tables as unsharded ones are.
+    sums = replace(CASE, tables=tuple(replace(table, mean=False) for table in CASE.tables))
+    _check(tmp_path, plans + _solver_plans(2, 1), 2, "cpu", False, sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "hosts"), [(1, 1), (2, 1), (4, 2)])
+def test_the_solvers_plans_train_on_the_emulated_device(tmp_path: Path, world: int, hosts: int) -> None:
+    plans = _solver_plans(world, hosts) if world > 1 else _solver_plans(1, 1)[:1]
+    if hosts > 1:
+        plans += [
+            _plan(world, hosts, ShardingType.GRID_SHARD),
+            _plan(world, hosts, ShardingType.TABLE_ROW_WISE),
+        ]
+    _check(tmp_path, plans, world, "tpu-emulated", True)
+
+
+def test_the_drop_in_class_plans_collectively() -> None:
+    results = on_ranks("tests.sharding.planner.bridge_ranks:train_with_planner_class", 2, "cpu", CASE)
+    assert results[0] == results[1]
+    assert set(results[0][0]) == {f"t{index}" for index in range(len(CASE.tables))}
+
+
+def test_the_drop_in_class_obeys_torchrec_constraints() -> None:
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    planner = TpuEmbeddingShardingPlanner(
+        emulated(4),
+        batch_size=64,
+        constraints={"t2": ParameterConstraints(sharding_types=["row_wise"], pooling_factors=[3.0, 1.0])},
+    )
+    model = Model(CASE)
+    plan = planner.plan(model, [EmbeddingBagCollectionSharder()])
+    assert plan.plan["ebc"]["t2"].sharding_type == "row_wise"
+
+
+def test_a_plan_of_other_tables_is_refused() -> None:
+    plan = _plan(2, 1, ShardingType.TABLE_WISE)
+    model = Model(replace(CASE, tables=(*CASE.tables[:3], Table(98, 8, ("e",), ""), Table(5, 8, ("g",), ""))))
+    with pytest.raises(
+        PlanDriftError, match=r"table t3: the plan has \(97, 8\).*; table t4 is not in the plan"
+    ):
+        to_sharding_plan(plan, model)
+
+
+def test_a_row_group_that_the_job_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(PlanDriftError, match="set LOCAL_WORLD_SIZE=2"):
+        to_sharding_plan(_plan(4, 2, ShardingType.TABLE_ROW_WISE), Model(CASE))
