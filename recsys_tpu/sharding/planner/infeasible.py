@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recsys_tpu.sharding.planner.bounds import Relaxed
 from recsys_tpu.sharding.planner.chips import CHIPS, GIB
 from recsys_tpu.sharding.planner.costs import CostModel
 from recsys_tpu.sharding.planner.errors import PlanInputError
 from recsys_tpu.sharding.planner.options import Candidates, enumerate_options
+from recsys_tpu.sharding.planner.solver import Effort, solve
 from recsys_tpu.sharding.planner.tables import Workload
 from recsys_tpu.sharding.planner.topology import Topology, compact_shape, slice_shapes, slice_topology
 
@@ -50,7 +50,7 @@ def why_infeasible(workload: Workload, topology: Topology, candidates: Sequence[
 
 
 def _smallest_that_fits(workload: Workload, topology: Topology) -> str:
-    """The smallest slice of the same chip with room, by the relaxation (so a plan very likely exists)."""
+    """The smallest slice of the same chip for which a quick search finds a plan."""
     if topology.chip.name not in CHIPS:
         return "Give it more ranks or more HBM a rank."
     sizes = sorted({int(np.prod(shape)) for shape in slice_shapes(topology.chip)})
@@ -60,11 +60,10 @@ def _smallest_that_fits(workload: Workload, topology: Topology) -> str:
             continue
         larger = slice_topology(topology.chip.name, shape)
         try:
-            candidates = enumerate_options(CostModel(workload, larger, larger.row_groups[0]))
+            problem = enumerate_options(CostModel(workload, larger, larger.row_groups[0])).problem
         except PlanInputError:
             continue
-        limit = candidates.problem.memory_limit
-        if limit > 0 and Relaxed(candidates.problem).possible(1e6, limit):
+        if solve([problem], Effort(starts=0, steps=10)) is not None:
             return f"The smallest {topology.chip.name} slice with room at this batch per rank is {larger}."
     return (
         f"No single slice of {topology.chip.name} has room: use more HBM a chip or a smaller batch per rank."

@@ -306,7 +306,7 @@ def slice_shapes(chip: Chip) -> list[tuple[int, ...]]:
 def compact_shape(chip: Chip, chips: int) -> tuple[int, ...] | None:
     """The shape of `chips` chips with the shortest longest side; None where there is none."""
     shapes = [shape for shape in slice_shapes(chip) if math.prod(shape) == chips]
-    return min(shapes, key=max) if shapes else None
+    return min(shapes, key=lambda shape: (max(shape), -min(shape))) if shapes else None
 
 
 def _nearest_shapes(chip: Chip, shape: tuple[int, ...]) -> str:
