@@ -7,7 +7,7 @@ only libtpu can compile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ def lower(
     function: Callable[..., Any],
     example_args: Sequence[Tensor],
     *,
-    chip: str = "v6e",
+    chip: str | None = "v6e",
 ) -> str:
     """StableHLO text of `function`, a pure function of tensors to tensors.
 
@@ -33,7 +33,8 @@ def lower(
             gradients with torch.autograd.grad and call functional collectives; it must not change its
             arguments in place.
         example_args: tensors on any device; only shape and dtype count (meta tensors do).
-        chip: whose limits the Pallas kernels inside are made for.
+        chip: whose limits the Pallas kernels inside are made for; None for kernels between chips, which
+            bring the mesh of their slice.
 
     Raises:
         EmulationError: no `tpu` device is emulated in this process.
@@ -41,7 +42,7 @@ def lower(
     """
     if not emulation.is_active():
         raise EmulationError("lowering needs the emulated tpu device: call recsys_tpu.emulation.activate()")
-    if chip not in CHIPS:
+    if chip is not None and chip not in CHIPS:
         raise ValueError(f"unknown chip {chip!r}; known are {', '.join(CHIPS)}")
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.export import export
@@ -49,7 +50,7 @@ def lower(
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty(x.shape, dtype=x.dtype, device="tpu") for x in example_args]
     placeholders = [tpu_torch_compile.placeholder(list(x.shape), x.dtype, False) for x in example_args]
-    with _kernels_for(chip):
+    with _kernels_for(chip) if chip else nullcontext():
         graph = make_fx(function, tracing_mode="fake")(*fakes)
         _move_to_tpu(graph)
         with _build_only(tpu_torch_compile):

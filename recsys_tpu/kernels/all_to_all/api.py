@@ -218,9 +218,7 @@ def _ragged_all_to_all(
         )
         return reference.valid_rows(received_counts, received)
     _, capacity, dim = chunks.shape
-    wire = chunks
-    if options.converts(chunks.dtype):
-        wire = (chunks * options.scale).astype(options.wire_dtype or chunks.dtype)
+    wire = _on_the_wire(chunks, options)
     pieces = Pieces.of(capacity * dim, tile=tile_lines(wire.dtype), at_most=RAGGED_PIECES)
 
     def used_pieces(counts: jax.Array) -> jax.Array:
@@ -254,6 +252,56 @@ def _ragged_backward(
 
 
 _ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)
+
+
+def planned_all_to_all(
+    chunks: jax.Array,
+    counts: np.ndarray,
+    *,
+    axis: str,
+    scale: float = 1.0,
+    wire_dtype: DType = None,
+    collective_id: int = 0,
+    interpret: Interpret = False,
+) -> jax.Array:
+    """A ragged exchange whose row counts every chip knows in advance: ``counts[i, j]`` from ``i`` to ``j``.
+
+    ``[chips, capacity, dim]`` to the same; rows behind the valid ones are unset.  The program is the same on
+    every chip and asks for no partition id outside the kernel, as an op of torch_tpu must not.  No gradient
+    of its own: the way back is the same exchange with ``counts.T``.
+    """
+    options = _options(
+        "planned_all_to_all",
+        chunks,
+        axis,
+        scale=scale,
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=None,
+        collective_id=collective_id,
+        interpret=interpret,
+    )
+    chips, capacity, dim = chunks.shape
+    check_counts(counts, capacity=capacity)
+    if chips == 1:
+        return reference.all_to_all(chunks, axis=axis, scale=scale, wire_dtype=wire_dtype)
+    wire = _on_the_wire(chunks, options)
+    pieces = Pieces.of(capacity * dim, tile=tile_lines(wire.dtype), at_most=RAGGED_PIECES)
+    plan = -(-np.asarray(counts) * dim // (pieces.lines_each * LANES))
+    received = direct.direct_planned_all_to_all(
+        to_lines(wire, pieces.lines),
+        jnp.asarray(plan.reshape(-1), jnp.int32),
+        ring=options.ring,
+        pieces=pieces,
+        collective_id=collective_id,
+        interpret=interpret,
+    )
+    return from_lines(received, (capacity, dim)).astype(chunks.dtype)
+
+
+def _on_the_wire(chunks: jax.Array, options: _Options) -> jax.Array:
+    if not options.converts(chunks.dtype):
+        return chunks
+    return (chunks * options.scale).astype(options.wire_dtype or chunks.dtype)
 
 
 def torus_all_to_all(

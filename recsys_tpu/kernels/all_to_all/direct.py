@@ -113,24 +113,14 @@ def direct_all_to_all(
     Runs inside `jax.shard_map`; equals ``lax.all_to_all(x, axis, 0, 0)`` bit for bit, for any 2- or 4-byte
     dtype.
     """
-    assert x.shape == (ring.size, pieces.lines, LANES), (x.shape, ring, pieces)
 
-    def kernel(x: Ref, out: Ref, own: Ref, sent: Ref, received: Ref) -> None:
+    def kernel(x: Ref, out: Ref, *semaphores: Ref) -> None:
         def every_piece(peer: Index) -> Index:
             return pieces.count
 
-        exchange(DirectCopies(ring, pieces, x, out, own, sent, received), every_piece, every_piece)
+        exchange(DirectCopies(ring, pieces, x, out, *semaphores), every_piece, every_piece)
 
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
-        out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
-        scratch_shapes=semaphores(ring),
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, has_side_effects=True),
-        interpret=interpret,
-        name="all_to_all",
-    )(x)
+    return _call(kernel, "all_to_all", x, ring, pieces, collective_id, interpret)
 
 
 def direct_ragged_all_to_all(
@@ -148,19 +138,60 @@ def direct_ragged_all_to_all(
     ``send_pieces`` and ``receive_pieces`` are int32 ``[chips]`` and must agree between the chips:
     ``receive_pieces[i]`` here is what chip ``i`` sends to this chip.  A disagreement hangs.
     """
-    assert x.shape == (ring.size, pieces.lines, LANES), (x.shape, ring, pieces)
 
-    def kernel(send: Ref, receive: Ref, x: Ref, out: Ref, own: Ref, sent: Ref, received: Ref) -> None:
-        copies = DirectCopies(ring, pieces, x, out, own, sent, received)
+    def kernel(send: Ref, receive: Ref, x: Ref, out: Ref, *semaphores: Ref) -> None:
+        copies = DirectCopies(ring, pieces, x, out, *semaphores)
         exchange(copies, lambda peer: send[peer], lambda peer: receive[peer])
 
+    scalars = (send_pieces, receive_pieces)
+    return _call(kernel, "ragged_all_to_all", x, ring, pieces, collective_id, interpret, scalars)
+
+
+def direct_planned_all_to_all(
+    x: jax.Array,
+    plan: jax.Array,
+    *,
+    ring: Ring,
+    pieces: Pieces,
+    collective_id: int,
+    interpret: Interpret = False,
+) -> jax.Array:
+    """A ragged exchange whose sizes every chip knows: ``plan[i * chips + j]`` pieces go from ``i`` to ``j``.
+
+    `plan` is int32 ``[chips * chips]``, the same everywhere, so every chip runs the same program.
+    """
+
+    def kernel(plan: Ref, x: Ref, out: Ref, *semaphores: Ref) -> None:
+        me = ring.me
+        copies = DirectCopies(ring, pieces, x, out, *semaphores)
+        exchange(
+            copies,
+            lambda peer: plan[me * ring.size + peer],
+            lambda peer: plan[peer * ring.size + me],
+        )
+
+    return _call(kernel, "planned_all_to_all", x, ring, pieces, collective_id, interpret, (plan,))
+
+
+def _call(
+    kernel: Callable[..., None],
+    name: str,
+    x: jax.Array,
+    ring: Ring,
+    pieces: Pieces,
+    collective_id: int,
+    interpret: Interpret,
+    scalars: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    assert x.shape == (ring.size, pieces.lines, LANES), (x.shape, ring, pieces)
+    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2 + [pl.BlockSpec(memory_space=pltpu.HBM)],
-        out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
+        in_specs=[*[smem] * len(scalars), hbm],
+        out_specs=hbm,
         scratch_shapes=semaphores(ring),
         compiler_params=pltpu.CompilerParams(collective_id=collective_id, has_side_effects=True),
         interpret=interpret,
-        name="ragged_all_to_all",
-    )(send_pieces, receive_pieces, x)
+        name=name,
+    )(*scalars, x)

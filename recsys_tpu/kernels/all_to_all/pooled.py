@@ -12,9 +12,8 @@ elements; the transport is
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,9 +115,9 @@ class _ExchangePooled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pooled: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        sent, received = [exchange.elements[exchange.rank]] * len(exchange.dims), exchange.elements
-        chunks = _to_lines(list(pooled.reshape(len(exchange.dims), sent[0])), exchange.lines)
-        arrived = _transport(chunks, sent, received, exchange, exchange.wire_dtype, 1.0)
+        own = exchange.elements[exchange.rank]
+        chunks = _to_lines(pooled.reshape(len(exchange.dims), own), exchange.lines)
+        arrived = _transport(chunks, exchange, back=False, wire_dtype=exchange.wire_dtype, scale=1.0)
         parts = [
             chunk.reshape(-1)[: exchange.batch * dim].reshape(exchange.batch, dim)
             for chunk, dim in zip(arrived, exchange.dims, strict=True)
@@ -128,83 +127,34 @@ class _ExchangePooled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         exchange: _Exchange = ctx.exchange
-        sent, received = exchange.elements, [exchange.elements[exchange.rank]] * len(exchange.dims)
-        parts = [part.reshape(-1) for part in grads[0].split(exchange.dims, dim=1)]
-        chunks = _to_lines(parts, exchange.lines)
-        arrived = _transport(chunks, sent, received, exchange, exchange.grad_wire_dtype, exchange.grad_scale)
-        own = arrived.reshape(len(exchange.dims), -1)[:, : received[0]]
+        parts = [part.reshape(1, -1) for part in grads[0].split(exchange.dims, dim=1)]
+        arrived = _transport(
+            torch.cat([_to_lines(part, exchange.lines) for part in parts]),
+            exchange,
+            back=True,
+            wire_dtype=exchange.grad_wire_dtype,
+            scale=exchange.grad_scale,
+        )
+        own = arrived.reshape(len(exchange.dims), -1)[:, : exchange.elements[exchange.rank]]
         return own.reshape(len(exchange.dims) * exchange.batch, exchange.dims[exchange.rank]), None
 
 
-def _to_lines(chunks: list[Tensor], lines: int) -> Tensor:
-    """Flat chunks of any lengths to ``[ranks, lines, 128]``, padded with zeros."""
-    padded = [torch.nn.functional.pad(chunk, (0, lines * LANES - chunk.numel())) for chunk in chunks]
-    return torch.stack(padded).reshape(len(chunks), lines, LANES)
+def _to_lines(chunks: Tensor, lines: int) -> Tensor:
+    """``[ranks, elements]`` to ``[ranks, lines, 128]``, padded with zeros."""
+    padded = torch.nn.functional.pad(chunks, (0, lines * LANES - chunks.shape[1]))
+    return padded.reshape(len(chunks), lines, LANES)
 
 
 def _transport(
-    chunks: Tensor,
-    sent: list[int],
-    received: list[int],
-    exchange: _Exchange,
-    wire_dtype: torch.dtype | None,
-    scale: float,
+    chunks: Tensor, exchange: _Exchange, *, back: bool, wire_dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """``[ranks, lines, 128]`` whose chunk ``i`` came from rank ``i``; `sent`, `received` in elements."""
+    """``[ranks, lines, 128]`` whose chunk ``i`` came from rank ``i``; `back` is the gradient's way."""
     if exchange.transport == "kernel":
-        counts = [
-            torch.tensor([math.ceil(n / LANES) for n in elements], dtype=torch.int32, device=chunks.device)
-            for elements in (sent, received)
-        ]
-        op = _kernel_op(exchange.group)
-        bf16, even = wire_dtype == torch.bfloat16, len({*sent, *received}) == 1
-        return op(chunks, *counts, scale, bf16, even)
+        from recsys_tpu.kernels.all_to_all.op import exchange_op  # late, because it needs JAX
+
+        lines = [math.ceil(elements / LANES) for elements in exchange.elements]
+        return exchange_op(exchange.group)(chunks, lines, back, scale, wire_dtype == torch.bfloat16)
     wire = (chunks * scale if scale != 1.0 else chunks).to(wire_dtype or chunks.dtype)
     arrived = torch.empty_like(wire)
     dist.all_to_all_single(arrived, wire, group=exchange.group)
     return arrived.to(chunks.dtype)
-
-
-@functools.cache
-def _kernel_op(group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """The kernel between the ranks of `group` as an op of the `tpu` device, registered on first use."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
-
-    from recsys_tpu.kernels.all_to_all import api, lines
-
-    assert lines.LANES == LANES
-    pallas = torch.get_device_module("tpu").pallas
-    mesh = pallas.get_pallas_mesh(("rank",), process_group=group)
-    shards = PartitionSpec("rank")
-
-    @pallas.jax_op(
-        f"recsys_tpu::exchange_{abs(hash(group.group_name))}",
-        mesh=mesh,
-        input_partition_specs=(("rank",),) * 3,
-        output_partition_specs=(("rank",),),
-    )
-    def exchange_lines(
-        chunks: jax.Array,
-        send_counts: jax.Array,
-        received_counts: jax.Array,
-        scale: float,
-        bf16: bool,
-        even: bool,
-    ) -> jax.Array:
-        options: dict[str, Any] = {
-            "axis": "rank",
-            "scale": scale,
-            "wire_dtype": jnp.bfloat16 if bf16 else None,
-        }
-
-        def one_chip(chunks: jax.Array, send: jax.Array, received: jax.Array) -> jax.Array:
-            if even:
-                return api.all_to_all(chunks, **options)
-            return api.ragged_all_to_all(chunks, send, received_counts=received, **options)[0]
-
-        on_every_chip = jax.shard_map(one_chip, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False)
-        return on_every_chip(chunks, send_counts, received_counts)
-
-    return exchange_lines

@@ -16,7 +16,7 @@ from recsys_tpu.kernels.all_to_all.slices import compile_on_slice
 from tests.kernels.all_to_all.children import serve
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1", "tpu7x:2x2x2")
-ROWS, DIM = 65_536, 128  # of one chunk: too large for XLA to keep the payload in VMEM
+ROWS, DIM = 131_072, 128  # of one chunk: too large for XLA to keep the payload in VMEM
 # How the devices of a slice are laid out on two mesh axes.
 TORI = {
     "v6e:2x2": (2, 2),

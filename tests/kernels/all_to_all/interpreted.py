@@ -46,6 +46,20 @@ def ragged(mode: str, counts: list[list[int]], capacity: int, dim: int, **option
     return differences(got, expected)
 
 
+def planned(mode: str, counts: list[list[int]], capacity: int, dim: int, **options: Any) -> list[str]:
+    chips, mesh = len(counts), mesh_of(len(counts))
+    x, sent = payload(chips, chips, capacity, dim), np.array(counts, np.int32)
+
+    def mine(x: jax.Array) -> jax.Array:
+        rows = api.planned_all_to_all(x, sent, axis="x", interpret=interpreter(mode), **options)
+        return reference.valid_rows(jnp.asarray(sent)[:, jax.lax.axis_index("x")], rows)
+
+    def theirs(x: jax.Array, sent: jax.Array) -> jax.Array:
+        return reference.ragged_all_to_all(x, sent, axis="x", **options)[0]
+
+    return differences(on_chips(mesh, mine, x), on_chips(mesh, theirs, x, sent))
+
+
 def on_torus(mode: str, rows: int, columns: int, chunk: tuple[int, ...]) -> list[str]:
     chips, mesh = rows * columns, mesh_of(rows, columns)
     x = payload(chips, chips, *chunk)
@@ -164,6 +178,8 @@ CONVERTING = {
     "scaled": (equal, 4, (40, 128), jnp.float32, {"scale": 0.25}),
     "bf16 wire, 4 chips": (equal, 4, (100, 96), jnp.float32, {"wire_dtype": BF16, "scale": 1 / 3}),
     "bf16 wire, more pieces than buffers": (equal, 2, (2560, 128), jnp.float32, {"wire_dtype": BF16}),
+    "planned": (planned, random_counts(4, 50), 50, 24),
+    "planned, bf16 wire": (planned, random_counts(4, 50), 50, 128, {"wire_dtype": BF16, "scale": 0.5}),
     "ragged, bf16 wire": (ragged, random_counts(4, 50), 50, 128, {"wire_dtype": BF16, "scale": 0.5}),
 }
 
