@@ -1,9 +1,9 @@
 """Plan where a model's tables lie on a TPU slice.
 
-python -m recsys_tpu.plan --config configs/dlrm_dcnv2.yaml --topology v5p:4x4x4 --output plan.json
+python -m recsys_tpu.plan --config configs/planning/dlrm_dcnv2.yaml --topology v5p:4x4x4 --output plan.json
 python -m recsys_tpu.plan diff OLD.json NEW.json
-python -m recsys_tpu.plan explain TABLE --plan plan.json --config configs/dlrm_dcnv2.yaml
-python -m recsys_tpu.plan scale --config configs/dlrm_dcnv2.yaml --chip v5p --chips 8..8192
+python -m recsys_tpu.plan explain TABLE --plan plan.json --config configs/planning/dlrm_dcnv2.yaml
+python -m recsys_tpu.plan scale --config configs/planning/dlrm_dcnv2.yaml --chip v5p --chips 8..8192
 """
 
 from __future__ import annotations
