@@ -65,11 +65,7 @@ class Trainer:
 
     def evaluate_checkpoint(self, checkpoint: Path) -> Metrics:
         """Report the test metrics of a checkpoint's weights; nothing is trained or written."""
-        self.store.verify(checkpoint)
-        tensors = {"model": self.model.state_dict()}
-        load_tensors(checkpoint, tensors)
-        self.model.load_state_dict(tensors["model"])
-        self.step = read_trainer_state(checkpoint).step
+        self.load_weights(checkpoint)
         metrics = self._evaluate()
         if self.runtime.rank == 0:
             self.task.report(metrics, self.log, self.step)
@@ -194,6 +190,18 @@ class Trainer:
         return metrics
 
     # ---- checkpoints
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Take the weights of `checkpoint` to evaluate or export them; collective.
+
+        Raises:
+            CheckpointError: it is damaged or of another model.
+        """
+        self.store.verify(checkpoint)
+        tensors = {"model": self.model.state_dict()}
+        load_tensors(checkpoint, tensors)
+        self.model.load_state_dict(tensors["model"])
+        self.step = read_trainer_state(checkpoint).step
 
     def save(self) -> Path:
         """Write a checkpoint of this moment, in the background; collective."""

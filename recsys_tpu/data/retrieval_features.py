@@ -60,6 +60,11 @@ class RetrievalFeatures:
             )
 
     @property
+    def history_lengths(self) -> dict[str, int]:
+        """How many events each history holds at most."""
+        return {history.name: history.length for history in self._histories}
+
+    @property
     def tables(self) -> list[TableSpec]:
         """One table a feature, but for the histories that share the items'."""
         log, items = self._log, len(self._log.item_keys)

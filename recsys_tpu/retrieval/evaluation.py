@@ -100,14 +100,17 @@ class CatalogueEvaluation:
             dist.all_reduce(torch.from_numpy(values))
         return sums.metrics()
 
-    def metrics_of_scores(self, item_scores: npt.NDArray[np.float32]) -> RetrievalMetrics:
-        """Metrics if every query scored the items so; not collective."""
+    def metrics_of_vectors(
+        self, queries: npt.NDArray[np.float32], items: npt.NDArray[np.float32]
+    ) -> RetrievalMetrics:
+        """Metrics of another model of inner products, ``[queries, D]`` and ``[items, D]``; not collective."""
         sums = RankingSums(self._items, self._cutoffs)
-        items = torch.from_numpy(item_scores[:, None]).to(self._runtime.device)
-        query = torch.ones(self._rows, 1, device=self._runtime.device)
+        on_device = torch.from_numpy(items).to(self._runtime.device)
         for first in range(0, self._holdout.queries, self._rows):
             own = np.arange(first, min(first + self._rows, self._holdout.queries))
-            block = self._rank(own, query, items)
+            vectors = torch.zeros(self._rows, queries.shape[1])
+            vectors[: len(own)] = torch.from_numpy(queries[own])
+            block = self._rank(own, vectors.to(self._runtime.device), on_device)
             sums.add(block.places, block.is_target, block.items)
         return sums.metrics()
 

@@ -11,12 +11,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from recsys_tpu.config import Config, EventsConfig, TwoTowerConfig
-from recsys_tpu.data.events import load_events
+from recsys_tpu.data.events import Ids, Positions, load_events
 from recsys_tpu.data.events_source import prepare_events
 from recsys_tpu.data.holdout import hold_out
 from recsys_tpu.data.retrieval_features import RetrievalFeatures
 from recsys_tpu.data.retrieval_reader import RetrievalBatch, RetrievalReader
-from recsys_tpu.models.two_tower import build_two_tower
+from recsys_tpu.models.two_tower import TwoTower, build_two_tower
 from recsys_tpu.retrieval.evaluation import CatalogueEvaluation
 from recsys_tpu.retrieval.frequency import FrequencyEstimator
 from recsys_tpu.retrieval.loss import gather_rows, sampled_softmax
@@ -65,11 +65,13 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
             cutoffs=self._data.cutoffs,
             exclude_seen=self._data.exclude_seen,
         )
+        self.exclude_seen = self._data.exclude_seen
+        self.normalize = self._model.similarity == "cosine"
         self._batch_size = config.train.batch_size
         self._frequency = FrequencyEstimator(len(self.log.item_keys), window=self._model.frequency_window)
         self._sampled_softmax = runtime.compile(sampled_softmax)
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> TwoTower:
         return build_two_tower(
             {table.name: (table.rows, table.features) for table in self.features.tables},
             embedding_dim=self._model.embedding_dim,
@@ -78,8 +80,14 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
             query_mlp=self._model.query_mlp,
             item_mlp=self._model.item_mlp,
             dropout=self._model.dropout,
-            normalize=self._model.similarity == "cosine",
+            normalize=self.normalize,
         )
+
+    def known_events(self) -> tuple[Ids, Positions]:
+        """Every user, and the position before which the user's events are training events."""
+        users = np.arange(len(self.log.user_keys), dtype=np.int32)
+        known = np.bincount(self.log.users[self.holdout.train], minlength=len(users))
+        return users, self.log.user_starts[:-1] + known
 
     def batches(self, epoch: int, *, start: int) -> Iterator[RetrievalBatch]:
         return self.reader.epoch(epoch, start=start)
@@ -130,7 +138,9 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
         counts = np.bincount(self.log.items[self.holdout.train], minlength=len(self.log.item_keys))
         rows = {
             self._model.kind: metrics,
-            "popularity": self.evaluation.metrics_of_scores(counts.astype(np.float32)),
+            "popularity": self.evaluation.metrics_of_vectors(
+                np.ones((self.holdout.queries, 1), np.float32), counts[:, None].astype(np.float32)
+            ),
         }
         cutoffs = list(metrics.recall)
         table = Table(

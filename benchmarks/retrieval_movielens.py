@@ -1,0 +1,185 @@
+"""Two-tower retrieval beside popularity, implicit ALS and BPR on MovieLens, all in one run.
+
+    RECSYS_TPU_DATA=/data python benchmarks/retrieval_movielens.py
+
+Every model sees the same leave-one-out split and is ranked by the same code: the whole catalogue, seen
+items left out.  ALS and BPR are tuned here, on the validation split (a user's last but one event, the
+last in neither part), by NDCG@10; then every model trains on all but the last events with five seeds and
+is tested once per seed.  The two-tower's settings are those of the config; docs/retrieval.md says how
+they were chosen (on the same validation split).  Needs `pip install 'recsys-tpu[benchmarks]'`.
+"""
+
+# ruff: noqa: E402 (the device is chosen before torch is imported)
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # implicit has threads of its own
+from recsys_tpu.config import Config, load_config
+from recsys_tpu.runtime.activation import activate
+
+activate("cpu")
+
+import numpy as np
+import scipy.sparse as sp
+from implicit.als import AlternatingLeastSquares
+from implicit.bpr import BayesianPersonalizedRanking
+from rich.console import Console
+from rich.table import Table
+
+from recsys_tpu.quiet import quiet_libraries
+from recsys_tpu.retrieval.ranking import RetrievalMetrics
+from recsys_tpu.runtime import Runtime
+from recsys_tpu.tasks.retrieval import RetrievalTask
+from recsys_tpu.trainer import Trainer
+
+ROOT = Path(__file__).parents[1]
+ALS_GRID: dict[str, list[Any]] = {
+    "factors": [16, 32, 64, 128],
+    "regularization": [0.01, 0.1, 1.0, 10.0],
+    "alpha": [0.5, 1.0, 2.0, 4.0],
+    "iterations": [15],
+}
+BPR_GRID: dict[str, list[Any]] = {
+    "factors": [32, 64, 128],
+    "learning_rate": [0.005, 0.01, 0.03],
+    "regularization": [0.003, 0.01, 0.05],
+    "iterations": [50, 100, 200],
+}
+Model = Callable[..., Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/two_tower.yaml")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="JSON of all results")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    console = Console(highlight=False)
+    console.print(f"command: {' '.join(sys.argv)}\nmachine: {platform.machine()}, {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory() as folder:
+
+        def config(*more: str) -> Config:
+            return load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}", *more])
+
+        chosen = tune(config("data.evaluate_on=validation"), console)
+        results = run_all(config, range(1, arguments.seeds + 1), chosen, console)
+    show(results, console)
+    if arguments.output:
+        document = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "tuned": {name: options for name, (_, options) in chosen.items()},
+            "results": {name: [metrics.as_dict() for metrics in runs] for name, runs in results.items()},
+        }
+        arguments.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def task_of(config: Config) -> Iterator[RetrievalTask]:
+    with Runtime.start(config.runtime) as runtime:
+        yield RetrievalTask(config, runtime)
+
+
+def tune(config: Config, console: Console) -> dict[str, tuple[Model, dict[str, Any]]]:
+    """The setting of each baseline with the best NDCG@10 on the validation split."""
+    chosen = {}
+    with task_of(config) as task:
+        for name, model, grid in (
+            ("implicit ALS", AlternatingLeastSquares, ALS_GRID),
+            ("implicit BPR", BayesianPersonalizedRanking, BPR_GRID),
+        ):
+            started, tried = time.perf_counter(), []
+            for values in itertools.product(*grid.values()):
+                options = dict(zip(grid, values, strict=True))
+                tried.append((baseline(task, model, options, seed=1).ndcg[10], options))
+            best, options = max(tried, key=lambda pair: pair[0])
+            console.print(
+                f"{name}: {len(tried)} settings in {time.perf_counter() - started:.0f} s, validation NDCG@10 "
+                f"{best:.4f} with {options}"
+            )
+            chosen[name] = (model, options)
+    return chosen
+
+
+def run_all(
+    config: Callable[..., Config],
+    seeds: range,
+    chosen: dict[str, tuple[Model, dict[str, Any]]],
+    console: Console,
+) -> dict[str, list[RetrievalMetrics]]:
+    results: dict[str, list[RetrievalMetrics]] = {}
+    with task_of(config("data.evaluate_on=test")) as task:
+        counts = np.bincount(task.log.items[task.holdout.train], minlength=len(task.log.item_keys))
+        results["popularity"] = [
+            task.evaluation.metrics_of_vectors(
+                np.ones((task.holdout.queries, 1), np.float32), counts[:, None].astype(np.float32)
+            )
+        ]
+        for name, (model, options) in chosen.items():
+            results[name] = [baseline(task, model, options, seed=seed) for seed in seeds]
+    results["two-tower"] = []
+    for seed in seeds:
+        started = time.perf_counter()
+        settings = config("data.evaluate_on=test", f"run.seed={seed}", f"run.name=seed{seed}")
+        with Runtime.start(settings.runtime) as runtime:
+            trainer = Trainer(settings, runtime)
+            metrics = trainer.run()
+            trainer.close()
+        assert isinstance(metrics, RetrievalMetrics)
+        results["two-tower"].append(metrics)
+        console.print(f"two-tower, seed {seed}: {metrics} ({time.perf_counter() - started:.0f} s)")
+    return results
+
+
+def baseline(task: RetrievalTask, model: Model, options: dict[str, Any], *, seed: int) -> RetrievalMetrics:
+    train = task.holdout.train
+    shape = (len(task.log.user_keys), len(task.log.item_keys))
+    pairs = (task.log.users[train], task.log.items[train])
+    matrix = sp.csr_matrix((np.ones(len(train), np.float32), pairs), shape=shape)
+    fitted = model(**options, random_state=seed, num_threads=1)  # more threads do not repeat
+    fitted.fit(matrix, show_progress=False)
+    return task.evaluation.metrics_of_vectors(fitted.user_factors[task.holdout.users], fitted.item_factors)
+
+
+def show(results: dict[str, list[RetrievalMetrics]], console: Console) -> None:
+    first = next(iter(results.values()))[0]
+    table = Table(title=f"test split, {first.queries:,} queries, whole catalogue ranked; mean ± deviation")
+    for column in ("model", "seeds", "NDCG@10", "recall@10", "MRR", "coverage@10"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, runs in results.items():
+        values = {
+            "ndcg": [run.ndcg[10] for run in runs],
+            "recall": [run.recall[10] for run in runs],
+            "mrr": [run.mrr for run in runs],
+            "coverage": [run.coverage for run in runs],
+        }
+        cells = [
+            f"{np.mean(found):.4f}" + (f" ± {np.std(found, ddof=1):.4f}" if len(found) > 1 else "")
+            for found in values.values()
+        ]
+        table.add_row(name, str(len(runs)), *cells)
+    console.print(table)
+    best = max((name for name in results if name != "two-tower"), key=lambda n: mean_ndcg(results[n]))
+    ratio = mean_ndcg(results["two-tower"]) / mean_ndcg(results[best])
+    console.print(f"two-tower over the best of the others ({best}): NDCG@10 x {ratio:.2f}")
+
+
+def mean_ndcg(runs: list[RetrievalMetrics]) -> float:
+    return float(np.mean([run.ndcg[10] for run in runs]))
+
+
+if __name__ == "__main__":
+    main()
