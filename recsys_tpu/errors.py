@@ -10,6 +10,8 @@ from collections.abc import Callable
 class UserError(Exception):
     """Something in the config, the data or the machine; the message says what to do about it."""
 
+    exit_status = 2
+
 
 class ConfigError(UserError, ValueError):
     """The config names a key that does not exist or gives it a value it cannot have."""
@@ -19,16 +21,29 @@ class CheckpointError(UserError, ValueError):
     """A checkpoint is missing, incomplete or belongs to another model."""
 
 
+class LostRankError(UserError, RuntimeError):
+    """A rank died or hangs; the message names it, the collective and the step."""
+
+    exit_status = 3
+
+
+class PreemptedError(UserError):
+    """SIGTERM came: the run has saved and can be resumed."""
+
+    exit_status = 143  # 128 + SIGTERM, as a shell says it
+
+
 class TrainingDivergedError(UserError, ArithmeticError):
     """The loss is no longer a number."""
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command-line entry point; end the process with status 2 and a message on a user's error."""
+    """Run a command-line entry point; a user's error ends it with a message and the error's own status."""
     try:
         command()
     except UserError as error:
-        sys.exit(_failed(str(error)))
+        _print(str(error))
+        sys.exit(error.exit_status)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT):
             raise
@@ -38,9 +53,9 @@ def run_command(command: Callable[[], None]) -> None:
             errno.EACCES: "Permission denied: check who owns the folder.",
             errno.ENOENT: "No such file or folder: check the path.",
         }[error.errno]
-        sys.exit(_failed(f"{error.filename or 'output'}: {error.strerror}. {hint}"))
+        _print(f"{error.filename or 'output'}: {error.strerror}. {hint}")
+        sys.exit(UserError.exit_status)
 
 
-def _failed(message: str) -> int:
+def _print(message: str) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    return 2

@@ -15,6 +15,9 @@ class StepTimer:
 
     Waiting keeps a device from running ahead of the host, so on an asynchronous device only some steps
     are timed: set `active` for them.
+
+    Attributes:
+        current: the phase that is going on now, timed or not.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -24,12 +27,15 @@ class StepTimer:
         self._all_seconds: dict[str, float] = defaultdict(float)
         self._all_steps = 0
         self.active = True
+        self.current = "start"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body as part of `name`; a phase entered inside another is taken out of the outer one."""
+        outer, self.current = self.current, name
         if not self.active:
             yield
+            self.current = outer
             return
         self._synchronize()
         start = time.perf_counter()
@@ -38,6 +44,7 @@ class StepTimer:
         self._synchronize()
         inner = sum(self._seconds.values()) - inner_before
         self._seconds[name] += time.perf_counter() - start - inner
+        self.current = outer
 
     def step_done(self) -> None:
         """Count one step."""

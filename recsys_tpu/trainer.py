@@ -18,10 +18,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys_tpu.checkpoint import CheckpointStore, TrainerState, load_tensors, read_trainer_state
 from recsys_tpu.config import Config, dump_config
 from recsys_tpu.embeddings.initialization import initialize_tables
-from recsys_tpu.errors import TrainingDivergedError
+from recsys_tpu.errors import PreemptedError, TrainingDivergedError
+from recsys_tpu.numerics import SpikeWatch, first_bad_tensor, gradient_norm
 from recsys_tpu.optimizers import LearningRateSchedule, build_optimizer, fuse_table_optimizer
+from recsys_tpu.preemption import StopVote
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
+from recsys_tpu.runtime.peers import PeerWatch
 from recsys_tpu.sharding.placement import shard_model
 from recsys_tpu.step_timer import StepTimer
 from recsys_tpu.tasks import Metrics, Task, build_task
@@ -43,21 +46,38 @@ class Trainer:
         self.schedule = LearningRateSchedule(self.optimizer, config.optimizer.schedule, self.total_steps)
         self.store = CheckpointStore(self.directory / "checkpoints", keep=config.train.keep_checkpoints)
         self.timer = StepTimer(runtime.synchronize)
+        self.stop = StopVote()
+        self.spikes = SpikeWatch()
         self.step = self._first_step = 0
+        self.peers = PeerWatch(lambda: (self.step + 1, self.timer.current))
 
     def run(self) -> Metrics:
         """Train to the last step (from a checkpoint if so configured) and report the test metrics.
 
         Raises:
             TrainingDivergedError: a loss is NaN or infinite; no checkpoint is written after it.
+            PreemptedError: SIGTERM came; a checkpoint of the last step is written.
+            LostRankError: another rank died or hangs.
             CheckpointError, DatasetError: see `CheckpointStore`, `ParquetReader`.
         """
+        try:
+            with self.stop.listening():
+                return self._run()
+        except Exception as error:
+            lost = self.peers.explain(error)
+            if lost is not None:
+                raise lost from error
+            self.peers.fail(str(error))
+            raise
+
+    def _run(self) -> Metrics:
         self._write_config()
         self._resume()
         self._print_header()
         self._train()
         metrics = self._evaluate()
-        self.store.wait()
+        with self.timer.phase("checkpoint"):
+            self.store.wait()
         if self.runtime.rank == 0:
             self.task.report(metrics, self.log, self.step)
         self._report_time()
@@ -72,6 +92,7 @@ class Trainer:
         return metrics
 
     def close(self) -> None:
+        self.peers.close()
         self.log.close()
 
     # ---- set-up
@@ -125,9 +146,21 @@ class Trainer:
                 self._evaluate()
             if saving:
                 self.save()
+            if not last and self.stop.agreed():
+                self._log_steps(losses, time.perf_counter() - started, self.step - logged)
+                self._end_preempted(saved=saving)
             if not losses:
                 started, logged = time.perf_counter(), self.step
         self.log.stop_progress()
+
+    def _end_preempted(self, *, saved: bool) -> None:
+        if not saved:
+            self.save()
+        self.store.wait()
+        raise PreemptedError(
+            f"SIGTERM: saved step {self.step} of {self.total_steps} in {self.store.directory}; "
+            "start again with train.resume=auto to go on"
+        )
 
     def _batches(self) -> Iterator[Any]:
         per_epoch = self.task.batches_per_epoch
@@ -154,6 +187,8 @@ class Trainer:
             self.optimizer.zero_grad()
         with self.timer.phase("dense_forward"):
             loss = self.task.loss(self.model, batch)
+        if self.runtime.kind == "cpu" and not math.isfinite(loss):  # elsewhere this would wait for the device
+            raise TrainingDivergedError(self._divergence(self.step + 1, float(loss)))
         with self.timer.phase("backward"):
             loss.backward()
         with self.timer.phase("optimizer"):
@@ -163,15 +198,18 @@ class Trainer:
         return loss.detach() / self.runtime.world_size
 
     def _log_steps(self, losses: list[Tensor], seconds: float, steps: int) -> None:
+        if not losses:
+            return
         values = torch.stack(losses).cpu()
         dist.all_reduce(values)
-        for offset, value in enumerate(values.tolist()):
+        for step, value in enumerate(values.tolist(), start=self.step - len(losses) + 1):
             if not math.isfinite(value):
-                step = self.step - len(losses) + offset + 1
-                raise TrainingDivergedError(
-                    f"the loss of step {step} is {value}: lower optimizer.dense.learning_rate or "
-                    "optimizer.sparse.learning_rate, or warm up longer (optimizer.schedule.warmup_steps)"
-                )
+                raise TrainingDivergedError(self._divergence(step, value))
+            if self.spikes.is_spike(value):
+                self.log.message(f"step {step:>6}  loss spike: {value:.5f}, far above the losses before it")
+                self.log.event("loss_spike", step, {"loss": value})
+        norm = gradient_norm(self.model.parameters())
+        norms = {} if norm is None else {"dense_gradient_norm": float(norm)}
         rate = steps * self.config.train.batch_size / max(seconds, 1e-9)
         left = (self.total_steps - self.step) * seconds / max(steps, 1)
         phases = {f"ms_{name}": value for name, value in self.timer.report().items()}
@@ -179,11 +217,25 @@ class Trainer:
             step=self.step,
             total=self.total_steps,
             losses=values.tolist(),
-            values={"samples_per_second": rate, "eta_seconds": left, **phases},
+            values={
+                "samples_per_second": rate,
+                "eta_seconds": left,
+                **norms,
+                **phases,
+            },
+        )
+
+    def _divergence(self, step: int, loss: float) -> str:
+        bad = first_bad_tensor(self.model) or "all weights are finite: the number arose in the forward"
+        return (
+            f"the loss of step {step} is {loss} on rank {self.runtime.rank}; {bad}. Lower "
+            "optimizer.dense.learning_rate or optimizer.sparse.learning_rate, or warm up longer "
+            "(optimizer.schedule.warmup_steps), and start again with train.resume=auto"
         )
 
     def _evaluate(self) -> Metrics:
-        metrics = self.task.evaluate(self.model)
+        with self.timer.phase("evaluation"):
+            metrics = self.task.evaluate(self.model)
         self.runtime.compile_watch.expect_so_far()
         self.log.event("test", self.step, metrics.as_dict())
         self.log.message(f"step {self.step:>6}  test {metrics}")
@@ -205,7 +257,8 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this moment, in the background; collective."""
-        return self.store.save(self._tensors(), self._state(), dump_config(self.config))
+        with self.timer.phase("checkpoint"):
+            return self.store.save(self._tensors(), self._state(), dump_config(self.config))
 
     def load(self, checkpoint: Path) -> None:
         """Continue from `checkpoint`: weights, optimizer state and step; collective."""

@@ -10,15 +10,20 @@ import sys
 from pathlib import Path
 
 from recsys_tpu.config import Config
+from recsys_tpu.errors import run_command
 from recsys_tpu.runtime.activation import activate
 from tests.tiny_run import stop_at, trainer
 
-if __name__ == "__main__":
-    activate("cpu")
-    arguments = sys.argv[1:]
+
+def _train(arguments: list[str]) -> None:
     while arguments:
         with trainer(Config.model_validate_json(Path(arguments.pop(0)).read_text())) as made:
             if arguments and arguments[0].isdigit():
                 stop_at(made, int(arguments.pop(0)))
             with contextlib.suppress(KeyboardInterrupt):
                 made.run()
+
+
+if __name__ == "__main__":
+    activate("cpu")
+    run_command(lambda: _train(sys.argv[1:]))

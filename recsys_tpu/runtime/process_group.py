@@ -77,6 +77,8 @@ def start(kind: DeviceKind, ranks: Ranks, *, timeout_s: float) -> dist.ProcessGr
         register()
     if ranks.local_world_size == ranks.world_size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # torch's record of the last collectives, from which a failure is explained (runtime/peers.py)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "16")
     dist.init_process_group(
         _BACKENDS[kind],
         store=dist.HashStore() if ranks.world_size == 1 else None,
