@@ -187,8 +187,9 @@ class Trainer:
             self.optimizer.zero_grad()
         with self.timer.phase("dense_forward"):
             loss = self.task.loss(self.model, batch)
-        if self.runtime.kind == "cpu" and not math.isfinite(loss):  # elsewhere this would wait for the device
-            raise TrainingDivergedError(self._divergence(self.step + 1, float(loss)))
+        # on other devices this would wait for the step; they find it when the losses are logged
+        if self.runtime.kind == "cpu" and not math.isfinite(value := loss.item()):
+            raise TrainingDivergedError(self._divergence(self.step + 1, value))
         with self.timer.phase("backward"):
             loss.backward()
         with self.timer.phase("optimizer"):

@@ -89,10 +89,8 @@ def test_sigterm_to_one_of_two_ranks_stops_both_at_the_same_step(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sent", "found"), [(signal.SIGSTOP, r"gone or stopped"), (signal.SIGKILL, r"gone or stopped")]
-)
-def test_a_lost_rank_is_named_with_collective_and_step(tmp_path: Path, sent: signal.Signals, found: str):
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_lost_rank_is_named_with_collective_and_step(tmp_path: Path, sent: signal.Signals):
     with tempfile.TemporaryFile("w+") as output:
         ranks = _ranks(tmp_path, output)
         try:

@@ -6,6 +6,7 @@ The runs follow each other; one with STOP_AT is interrupted before step STOP_AT 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from tests.tiny_run import stop_at, trainer
 
 
 def _train(arguments: list[str]) -> None:
+    ports = os.environ["TINY_PORTS"].split()
     while arguments:
+        os.environ["MASTER_PORT"] = ports.pop(0)  # the store of the run before may still listen on its own
         with trainer(Config.model_validate_json(Path(arguments.pop(0)).read_text())) as made:
             if arguments and arguments[0].isdigit():
                 stop_at(made, int(arguments.pop(0)))

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from recsys_tpu.config import Config
 
+_RUNS = 3  # runs that one process may do after each other
 ROOT = Path(__file__).parent.parent
 BASE: dict[str, Any] = {
     "run": {"name": "tiny"},
@@ -90,14 +91,17 @@ def start_ranks(
     arguments: list[str], world_size: int, *, output: IO[str], **environment: str
 ) -> list[subprocess.Popen[str]]:
     """``python <arguments>`` once a rank, with torchrun's variables; no agent watches over them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(_RUNS)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = [str(probe.getsockname()[1]) for probe in probes]
     common = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": ports[0],
+        "TINY_PORTS": " ".join(ports),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",

@@ -64,6 +64,7 @@ class PeerWatch:
         if self._world_size > 1:
             # a connection of its own: the main thread may sit in a call on the other one
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self._publish()
             self._thread = threading.Thread(target=self._run, name="peer-watch", daemon=True)
             self._thread.start()
 
@@ -125,13 +126,16 @@ class PeerWatch:
         collective, count = last_collective()
         return Place(step, phase, collective, count, time.time())
 
+    def _publish(self) -> None:
+        self._store.set(f"peers/{self._rank}", json.dumps(asdict(self._place())))
+
     def _run(self) -> None:
         reason = None
         while reason is None:
             if self._stopped.wait(self._interval_s):
                 return
             try:
-                self._store.set(f"peers/{self._rank}", json.dumps(asdict(self._place())))
+                self._publish()
                 if self._store.check([_NOTE]):
                     reason = self._store.get(_NOTE).decode()
             except RuntimeError:
