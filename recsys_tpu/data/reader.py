@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -219,6 +220,7 @@ class ParquetReader:
 
     def _check(self, table: pa.Table, segment: _Segment) -> None:
         """Every value that could poison the model is caught here, once per row group, vectorised."""
+        self._check_types(table, segment)
         for name in table.column_names:
             if table[name].null_count:
                 raise DatasetError(
@@ -243,6 +245,26 @@ class ParquetReader:
                     f"{column.values[first]}, but its table has {rows:,} rows (ids 0 to {rows - 1:,}). "
                     "Enlarge the table or preprocess the data again for this size"
                 )
+
+    def _check_types(self, table: pa.Table, segment: _Segment) -> None:
+        """Types are part of the format: a conversion could change a value without a word."""
+        for name in table.column_names:
+            kind, column = table.schema.field(name).type, table[name]
+            if name in self.metadata.sparse_features:
+                wanted = "int32 or a list of int32"
+                if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+                    kind, column = kind.value_type, pc.list_flatten(column)
+                right = pa.types.is_int32(kind)
+            elif name == "label":
+                wanted, right = "int8", pa.types.is_int8(kind)
+            else:
+                wanted, right = "float32", pa.types.is_float32(kind)
+            if not right:
+                raise DatasetError(
+                    f"{segment.file}: column {name} is {table.schema.field(name).type}, must be {wanted}"
+                )
+            if column.null_count:
+                raise DatasetError(f"{_place(segment)}: column {name} has {column.null_count} missing values")
 
     def _assemble(self, lanes: list[list[_Window]], global_rows: int) -> Batch:
         pieces: list[_Window] = []
