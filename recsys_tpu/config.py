@@ -28,7 +28,17 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are not coerced across kinds."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, values: Any) -> Any:
+        """YAML's `yes` and `true` must not become the number 1."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(str(name))
+            if isinstance(value, bool) and field is not None and field.annotation in (int, float):
+                raise ValueError(f"{name} is {value}, must be a number")
+        return values
 
 
 class RunConfig(Section):
@@ -36,7 +46,7 @@ class RunConfig(Section):
 
     name: str = Field("dlrm", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     output_dir: Path = Path("runs")
-    seed: int = Field(1, ge=0)
+    seed: int = Field(1, ge=0, lt=2**63)
 
     @property
     def directory(self) -> Path:
@@ -293,7 +303,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     try:
-        tree = yaml.safe_load(text) or {}
+        tree = yaml.load(text, _ConfigLoader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -304,6 +314,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, path)) from error
+
+
+class _ConfigLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice: plain YAML would take the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
+                )
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def dump_config(config: Config) -> str:
