@@ -101,13 +101,24 @@ class Plan:
                 yield table, shard
 
     def check_complete(self) -> None:
-        """Check that each table's column shards cover its columns exactly and lie on ranks that exist.
+        """Check that each table is there once, and that its column shards cover its columns exactly and lie
+        on ranks that exist.
 
         Raises:
             PlanInputError: naming each table and what is wrong.
         """
         problems = []
+        names = [table.name for table in self.tables]
+        problems += [f"table {name} is there twice" for name in sorted(set(names)) if names.count(name) > 1]
+        if self.row_group < 1:
+            raise PlanInputError(f"row_group is {self.row_group}, must be at least 1")
         for table in self.tables:
+            if table.rows < 1 or table.dim < 1 or not table.column_shards:
+                problems.append(
+                    f"table {table.name}: {table.rows} rows, dim {table.dim} and {len(table.column_shards)} "
+                    "column shards must all be at least 1"
+                )
+                continue
             covered = sum(columns for _, columns in table.column_shards)
             if covered != table.dim or any(columns < 1 for _, columns in table.column_shards):
                 problems.append(f"table {table.name}: column shards cover {covered} of {table.dim} columns")
@@ -191,8 +202,8 @@ class Plan:
             plan = cls(
                 topology=Topology.from_dict({k: v for k, v in tree["topology"].items() if k != "name"}),
                 row_group=int(tree["row_group"]),
-                summary=tree["summary"],
-                made_for=tree["made_for"],
+                summary=dict(tree["summary"]),
+                made_for=dict(tree["made_for"]),
                 tables=tuple(
                     TablePlan(
                         name=table["name"],
@@ -206,7 +217,7 @@ class Plan:
                     for table in tree["tables"]
                 ),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanInputError(f"not a plan: {error!r}; make it again: python -m recsys_tpu.plan") from None
         plan.check_complete()
         return plan
