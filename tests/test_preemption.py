@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -107,8 +106,10 @@ def test_a_lost_rank_is_named_with_collective_and_step(tmp_path: Path, sent: sig
 @pytest.mark.slow
 def test_a_rank_stuck_in_its_data_is_named_and_ends_too(tmp_path: Path):
     """Rank 1 sleeps for ever in its reader: none of its collectives fails, yet it must not outlive rank 0."""
+    path = tmp_path / "config.json"
+    path.write_text(tiny_config(tmp_path, runtime__collective_timeout_s=TIMEOUT_S).model_dump_json())
     with tempfile.TemporaryFile("w+") as output:
-        ranks = start_ranks([__file__, str(tmp_path)], 2, output=output)
+        ranks = start_ranks([RANK, str(path)], 2, output=output, TINY_STUCK_AT="7")
         try:
             statuses = [rank.wait(200) for rank in ranks]
         finally:
@@ -117,30 +118,3 @@ def test_a_rank_stuck_in_its_data_is_named_and_ends_too(tmp_path: Path):
     assert statuses == [LostRankError.exit_status] * 2, text
     assert "rank 1 is alive, but at step 8, phase data" in text and "waited in vain in gloo:" in text, text
     assert "rank 1 ends at step 8, phase data, where it is stuck: rank 0" in text, text
-
-
-def _stuck_rank(folder: Path) -> None:
-    from recsys_tpu.errors import run_command
-    from recsys_tpu.runtime.activation import activate
-
-    activate("cpu")
-    config = tiny_config(folder, runtime__collective_timeout_s=TIMEOUT_S)
-
-    def train() -> None:
-        with trainer(config) as made:
-            batches = made.task.batches
-
-            def stuck(epoch: int, *, start: int):
-                for number, batch in enumerate(batches(epoch, start=start)):
-                    if number == 7 and made.runtime.rank == 1:
-                        time.sleep(3600)
-                    yield batch
-
-            made.task.batches = stuck
-            made.run()
-
-    run_command(train)
-
-
-if __name__ == "__main__":
-    _stuck_rank(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from recsys_tpu.config import Config
 from recsys_tpu.errors import run_command
 from recsys_tpu.runtime.activation import activate
-from tests.tiny_run import stop_at, trainer
+from tests.tiny_run import get_stuck, stop_at, trainer
 
 
 def _train(arguments: list[str]) -> None:
@@ -23,6 +23,8 @@ def _train(arguments: list[str]) -> None:
         with trainer(Config.model_validate_json(Path(arguments.pop(0)).read_text())) as made:
             if arguments and arguments[0].isdigit():
                 stop_at(made, int(arguments.pop(0)))
+            if "TINY_STUCK_AT" in os.environ and made.runtime.rank == 1:
+                get_stuck(made, int(os.environ["TINY_STUCK_AT"]))
             with contextlib.suppress(KeyboardInterrupt):
                 made.run()
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -74,6 +75,19 @@ def stop_at(made: Any, step: int) -> None:
         return train_step(batch)
 
     made._train_step = stopping
+
+
+def get_stuck(made: Any, batch_number: int) -> None:
+    """Let a Trainer's reader sleep for ever before it yields batch `batch_number`."""
+    batches = made.task.batches
+
+    def stuck(epoch: int, *, start: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches(epoch, start=start)):
+            if number == batch_number:
+                time.sleep(3600)
+            yield batch
+
+    made.task.batches = stuck
 
 
 def losses(run_directory: Path, *, skip_lines: int = 0) -> dict[int, float]:
