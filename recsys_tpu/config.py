@@ -380,7 +380,9 @@ def _explain(error: ValidationError, path: Path) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"{location}: no such key{_nearest(item['loc'])}")
         elif item["type"] == "unknown_kind":
-            lines.append(f"{location}.{item['msg']} (found {item['input'].get('kind')!r})")
+            found = item["input"]
+            kind = found.get("kind") if isinstance(found, dict) else found
+            lines.append(f"{location}.{item['msg']} (found {kind!r})")
         else:
             lines.append(
                 f"{location}: {item['msg']} (found {item['input']!r})" if item["loc"] else item["msg"]

@@ -382,6 +382,7 @@ BAD_CONFIGS = {
     "table of 0 rows": ("model: {num_embeddings: {C1: 0}}", "model.num_embeddings.C1"),
     "layer of 0": ("model: {over_mlp: [0]}", r"model.over_mlp.0"),
     "section a list": ("train: [1]", "train"),
+    "section null": ("data: null", "data.kind is none of synthetic"),
     "a list": ("- 1", "a config is a mapping of sections, found list"),
     "text": ("hello", "found str"),
     "tabs": ("train:\n\tepochs: 1", "not valid YAML"),
