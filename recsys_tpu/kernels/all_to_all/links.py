@@ -56,21 +56,27 @@ def grid_of(topology: str) -> Grid:
     return Grid(shape, closed, _DEVICES_PER_CHIP.get(name, 1))
 
 
-def axis_link_bytes(grid: Grid, axis: int, *, device_pair_bytes: int) -> float:
-    """Bytes on the busiest link along `axis`, in one direction, with the routing above."""
+def axis_link_bytes(grid: Grid, axis: int, *, device_pair_bytes: int, split_ties: bool = True) -> float:
+    """Bytes on the busiest link along `axis`, in one direction, with the routing above.
+
+    Without `split_ties` all messages between opposite chips of a ring go the same way round.
+    """
     length = grid.shape[axis]
     pair_bytes = device_pair_bytes * grid.devices_per_chip**2
     lines = grid.chips // length
-    crossing = length**2 // 4
+    crossing = float(length**2 // 4)
     if grid.closed[axis] and length > 2:
-        return pair_bytes * lines * crossing / 2
+        crossing /= 2
+        if not split_ties and length % 2 == 0:
+            crossing += length / 4
     return pair_bytes * lines * crossing
 
 
-def link_bytes(grid: Grid, *, device_pair_bytes: int) -> float:
-    """Bytes on the busiest link of the slice: the lower bound, and what direct writes need."""
+def link_bytes(grid: Grid, *, device_pair_bytes: int, split_ties: bool = True) -> float:
+    """Bytes on the busiest link of the slice: with ties split, the lower bound of any schedule."""
     return max(
-        axis_link_bytes(grid, axis, device_pair_bytes=device_pair_bytes) for axis in range(len(grid.shape))
+        axis_link_bytes(grid, axis, device_pair_bytes=device_pair_bytes, split_ties=split_ties)
+        for axis in range(len(grid.shape))
     )
 
 

@@ -7,19 +7,27 @@ libtpu is configured by the environment and may abort: run this in a process of 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import functools
+import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
 from jax._src.lib import tpu
 from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from recsys_tpu.kernels.all_to_all import api, reference
+from recsys_tpu.kernels.all_to_all.links import grid_of
 
 _SIGNATURE = re.compile(r"function_type = \((.*?)\) -> \(\), ")
 _MEMREF = re.compile(r"memref<((?:\d+x)*)([^,<>]+?), #tpu\.memory_space<(\w+)>>")
@@ -118,3 +126,28 @@ def _scratch(body: bytes) -> tuple[int, int]:
         elif space == "vmem":
             vmem += count * _ELEMENT_BYTES[element]
     return semaphores, vmem
+
+
+def main(topology: str, rows: int, dim: int) -> None:
+    """Print one JSON object: exchange -> [our kernel, XLA's collective] as dictionaries of `Program`."""
+    devices = grid_of(topology).devices
+    chunks = jax.ShapeDtypeStruct((devices, rows, dim), jnp.float32)
+    bf16 = {"wire_dtype": jnp.bfloat16}
+    modules = (api, reference)
+    pairs: dict[str, Any] = {
+        name: [functools.partial(getattr(module, operation), axis="x", **options) for module in modules]
+        for name, operation, options in (
+            ("all-to-all", "all_to_all", {}),
+            ("all-to-all, bf16 wire", "all_to_all", bf16),
+            ("reduce-scatter", "reduce_scatter", {}),
+        )
+    }
+    programs = {
+        name: [dataclasses.asdict(compile_on_slice(topology, function, [chunks])) for function in pair]
+        for name, pair in pairs.items()
+    }
+    print(json.dumps(programs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
