@@ -201,7 +201,8 @@ class Trainer:
     def _log_steps(self, losses: list[Tensor], seconds: float, steps: int) -> None:
         if not losses:
             return
-        values = torch.stack(losses).cpu()
+        # on a device, stacking each number of losses would be a program of its own
+        values = torch.stack([loss.cpu() for loss in losses])
         dist.all_reduce(values)
         for step, value in enumerate(values.tolist(), start=self.step - len(losses) + 1):
             if not math.isfinite(value):
