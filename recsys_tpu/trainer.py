@@ -226,6 +226,7 @@ class Trainer:
                 **phases,
             },
         )
+        self.runtime.compile_watch.expect_so_far()
 
     def _divergence(self, step: int, loss: float) -> str:
         bad = first_bad_tensor(self.model) or "all weights are finite: the number arose in the forward"

@@ -10,7 +10,7 @@ it says nothing about a TPU's speed.  docs/emulation.md states what is and is no
 `python -m recsys_tpu.emulation script.py ...` runs any torch_tpu script so, unchanged.
 """
 
-from recsys_tpu.emulation.device import activate, compilations, is_active
+from recsys_tpu.emulation.device import activate, compilations, compiled_programs, is_active
 from recsys_tpu.emulation.errors import EmulationError
 
-__all__ = ["EmulationError", "activate", "compilations", "is_active"]
+__all__ = ["EmulationError", "activate", "compilations", "compiled_programs", "is_active"]

@@ -32,9 +32,22 @@ def compilations() -> int:
     Raises:
         EmulationError: emulation is not active.
     """
+    return _active_plugin().compilations
+
+
+def compiled_programs(since: int) -> list[str]:
+    """Names of the programs compiled after the first `since`; "" for those too long ago to be known.
+
+    Raises:
+        EmulationError: emulation is not active.
+    """
+    return _active_plugin().programs(since)
+
+
+def _active_plugin() -> Plugin:
     if _plugin is None:
         raise EmulationError("no device is emulated in this process: call recsys_tpu.emulation.activate()")
-    return _plugin.compilations
+    return _plugin
 
 
 def activate(*, rank: int = 0, slice_size: int = 1) -> None:

@@ -2,28 +2,50 @@
 
 torch_tpu reaches the chip only through the PJRT C API: a table of function pointers that the library at
 TPU_LIBRARY_PATH hands out.  This module loads the CPU plugin and edits that table in place before
-torch_tpu reads it:
+torch_tpu reads it.  Replaced (by functions of `shim.c`):
 
 * PJRT_Client_Create: drops TPU-only options, asks for `slice_size` CPU devices;
 * PJRT_Client_AddressableDevices: this process owns the device numbered `rank`;
 * PJRT_Client_Compile: counts compilations;
 * PJRT_Executable_OutputMemoryKinds: missing in the plugin, asked by torch.compile's runner;
-* the TpuTopology extension: missing, asked by `jax_op` for the number of chips.
+* the TpuTopology extension: missing, asked by `jax_op` for the number of chips;
+* the HostMemoryAllocator extension: missing, asked for pinned host memory (DDP's reducer does).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recsys_tpu.emulation import requirements
+from recsys_tpu.emulation import native, requirements
 from recsys_tpu.emulation.errors import EmulationError
 
-_Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-_MAX_OUTPUTS = 65536
-_TOPOLOGY_COUNT_OFFSET = 16  # every *_count query is {size_t struct_size; void* topology; int32_t out}
+
+class _Configuration(ctypes.Structure):
+    """`struct configuration` of shim.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("client_create", "addressable_devices")),
+        *((name, ctypes.c_void_p) for name in ("compile", "num_outputs", "create_option")),
+        ("rank", ctypes.c_int64),
+        *((name, ctypes.c_size_t) for name in ("create_options", "create_num_options")),
+        *((name, ctypes.c_size_t) for name in ("addressable_list", "addressable_count")),
+        *((f"num_outputs_{name}", ctypes.c_size_t) for name in ("size", "executable", "result")),
+        *((f"kinds_{name}", ctypes.c_size_t) for name in ("executable", "count", "names", "sizes")),
+        *((name, ctypes.c_size_t) for name in ("compile_program", "program_code", "program_code_size")),
+    )
+
+
+class _HostMemoryAllocatorExtension(ctypes.Structure):
+    """XLA's `host_memory_allocator_extension.h`, version 0; pypjrt has no layout of it."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+    )
 
 
 def library_path() -> Path:
@@ -33,8 +55,11 @@ def library_path() -> Path:
     return Path(lammps_jax_pjrt_cpu.PLUGIN_PATH)
 
 
+_NAME_LENGTH, _NAMES_KEPT = 96, 32  # of shim.c
+
+
 class Plugin:
-    """The plugin's function table, edited.  Keep a reference: the table calls back into it."""
+    """The plugin's function table, edited.  Keep a reference: the table points into it."""
 
     def __init__(self, path: Path, *, rank: int, slice_size: int) -> None:
         """
@@ -44,20 +69,34 @@ class Plugin:
             slice_size: devices in the slice that torch_tpu is shown.
 
         Raises:
-            EmulationError: the library has no PJRT API, or one of an unknown version.
+            EmulationError: the library has no PJRT API or one of an unknown version, or the shim cannot
+                be built.
         """
         from pypjrt._abi import pjrt_0_114 as abi
 
-        self.compilations = 0
         self._abi = abi
-        self._rank = rank
         self._keep: list[Any] = []
         self._api = self._load(path)
-        self._install_client_create(slice_size)
-        self._install_addressable_devices()
-        self._install_compile()
-        self._install_output_memory_kinds()
-        self._install_topology_extension()
+        self._shim = native.load_shim()
+        self._configure(rank, slice_size)
+        self._replace(self._api, "PJRT_Client_Create", "client_create")
+        self._replace(self._api, "PJRT_Client_AddressableDevices", "addressable_devices")
+        self._replace(self._api, "PJRT_Client_Compile", "compile")
+        self._replace(self._api, "PJRT_Executable_OutputMemoryKinds", "output_memory_kinds")
+        self._add_topology_extension()
+        self._add_host_memory_allocator_extension()
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return ctypes.c_long.in_dll(self._shim, "compilations").value
+
+    def programs(self, since: int) -> list[str]:
+        """Names of the programs compiled after the first `since`; "" for those too long ago to be known."""
+        names = (ctypes.c_char * _NAME_LENGTH * _NAMES_KEPT).in_dll(self._shim, "program_names")
+        last = self.compilations
+        known = range(max(since, last - _NAMES_KEPT), last)
+        return [""] * (known.start - since) + [names[n % _NAMES_KEPT].value.decode() for n in known]
 
     def _load(self, path: Path) -> Any:
         library = ctypes.CDLL(str(path))
@@ -78,21 +117,36 @@ class Plugin:
         self._keep.append(library)
         return api
 
-    def _original(self, name: str) -> Callable[[int], int | None]:
-        """The plugin's own function of that slot, taken before it is replaced."""
-        function = _Callback(getattr(self._api, name))
-        self._keep.append(function)
-        return function
+    def _configure(self, rank: int, slice_size: int) -> None:
+        abi, api = self._abi, self._api
+        create, devices = abi.PJRT_Client_Create_Args, abi.PJRT_Client_AddressableDevices_Args
+        outputs, kinds = abi.PJRT_Executable_NumOutputs_Args, abi.PJRT_Executable_OutputMemoryKinds_Args
+        configuration = _Configuration(
+            client_create=api.PJRT_Client_Create,
+            addressable_devices=api.PJRT_Client_AddressableDevices,
+            compile=api.PJRT_Client_Compile,
+            num_outputs=api.PJRT_Executable_NumOutputs,
+            create_option=self._device_count_option(slice_size),
+            rank=rank,
+            create_options=create.create_options.offset,
+            create_num_options=create.num_options.offset,
+            addressable_list=devices.addressable_devices.offset,
+            addressable_count=devices.num_addressable_devices.offset,
+            num_outputs_size=ctypes.sizeof(outputs),
+            num_outputs_executable=outputs.executable.offset,
+            num_outputs_result=outputs.num_outputs.offset,
+            kinds_executable=kinds.executable.offset,
+            kinds_count=kinds.num_outputs.offset,
+            kinds_names=kinds.memory_kinds.offset,
+            kinds_sizes=kinds.memory_kind_sizes.offset,
+            compile_program=abi.PJRT_Client_Compile_Args.program.offset,
+            program_code=abi.PJRT_Program.code.offset,
+            program_code_size=abi.PJRT_Program.code_size.offset,
+        )
+        self._shim.configure(ctypes.byref(configuration))
 
-    def _install(self, struct: ctypes.Structure, slot: str, function: Callable[[int], int | None]) -> None:
-        callback = _Callback(function)
-        self._keep.append(callback)
-        setattr(struct, slot, ctypes.cast(callback, ctypes.c_void_p).value)
-
-    def _view(self, struct: type, address: int) -> Any:
-        return ctypes.cast(address, ctypes.POINTER(struct)).contents
-
-    def _install_client_create(self, slice_size: int) -> None:
+    def _device_count_option(self, slice_size: int) -> int:
+        """Address of the one option that the client is created with."""
         option = self._abi.PJRT_NamedValue()
         name = ctypes.create_string_buffer(b"cpu_device_count")
         option.struct_size = ctypes.sizeof(option)
@@ -100,70 +154,29 @@ class Plugin:
         option.type, option.value_size = self._abi.PJRT_NamedValue_kInt64, 1
         option.int64_value = slice_size
         self._keep += [option, name]
-        original = self._original("PJRT_Client_Create")
+        return ctypes.addressof(option)
 
-        def client_create(address: int) -> int | None:
-            args = self._view(self._abi.PJRT_Client_Create_Args, address)
-            args.create_options, args.num_options = ctypes.addressof(option), 1
-            return original(address)
+    def _replace(self, struct: ctypes.Structure, slot: str, function: str) -> None:
+        setattr(struct, slot, ctypes.cast(getattr(self._shim, function), ctypes.c_void_p).value)
 
-        self._install(self._api, "PJRT_Client_Create", client_create)
-
-    def _install_addressable_devices(self) -> None:
-        original = self._original("PJRT_Client_AddressableDevices")
-
-        def addressable_devices(address: int) -> int | None:
-            if error := original(address):
-                return error
-            args = self._view(self._abi.PJRT_Client_AddressableDevices_Args, address)
-            args.addressable_devices += self._rank * ctypes.sizeof(ctypes.c_void_p)
-            args.num_addressable_devices = 1
-            return None
-
-        self._install(self._api, "PJRT_Client_AddressableDevices", addressable_devices)
-
-    def _install_compile(self) -> None:
-        original = self._original("PJRT_Client_Compile")
-
-        def compile_program(address: int) -> int | None:
-            self.compilations += 1
-            return original(address)
-
-        self._install(self._api, "PJRT_Client_Compile", compile_program)
-
-    def _install_output_memory_kinds(self) -> None:
-        count_outputs = self._original("PJRT_Executable_NumOutputs")
-        kind = b"device"
-        kinds = (ctypes.c_char_p * _MAX_OUTPUTS)(*([kind] * _MAX_OUTPUTS))
-        sizes = (ctypes.c_size_t * _MAX_OUTPUTS)(*([len(kind)] * _MAX_OUTPUTS))
-        self._keep += [kinds, sizes]
-
-        def output_memory_kinds(address: int) -> int | None:
-            args = self._view(self._abi.PJRT_Executable_OutputMemoryKinds_Args, address)
-            query = self._abi.PJRT_Executable_NumOutputs_Args()
-            query.struct_size, query.executable = ctypes.sizeof(query), args.executable
-            if error := count_outputs(ctypes.addressof(query)):
-                return error
-            assert query.num_outputs <= _MAX_OUTPUTS, f"a program with {query.num_outputs} outputs"
-            args.num_outputs = query.num_outputs
-            args.memory_kinds = ctypes.addressof(kinds)
-            args.memory_kind_sizes = ctypes.addressof(sizes)
-            return None
-
-        self._install(self._api, "PJRT_Executable_OutputMemoryKinds", output_memory_kinds)
-
-    def _install_topology_extension(self) -> None:
+    def _add_topology_extension(self) -> None:
         """One chip with one core of every kind, whatever is asked."""
         topology = self._abi.PJRT_TpuTopology_Extension()
         topology.base.struct_size = ctypes.sizeof(topology)
         topology.base.type = self._abi.PJRT_Extension_Type_TpuTopology
         topology.base.next = self._api.extension_start
-
-        def one(address: int) -> None:
-            self._view(ctypes.c_int32, address + _TOPOLOGY_COUNT_OFFSET).value = 1
-
         for name, _ in self._abi.PJRT_TpuTopology_Extension._fields_[1:]:
             if "count" in name or name == "chips_per_process":
-                self._install(topology, name, one)
+                self._replace(topology, name, "topology_count")
         self._keep.append(topology)
         self._api.extension_start = ctypes.addressof(topology)
+
+    def _add_host_memory_allocator_extension(self) -> None:
+        """Host memory from the C library: for a CPU all of it is pinned."""
+        extension = _HostMemoryAllocatorExtension()
+        extension.struct_size = ctypes.sizeof(extension)
+        extension.type = self._abi.PJRT_Extension_Type_HostMemoryAllocator
+        extension.next = self._api.extension_start
+        self._replace(extension, "allocate", "host_allocate")
+        self._keep.append(extension)
+        self._api.extension_start = ctypes.addressof(extension)

@@ -71,19 +71,21 @@ class CompileWatch:
 
     Args:
         warmup_steps: steps in which compilation is expected.
-        device_compilations: how many programs the device's own compiler has built so far, where that can
-            be asked (the emulated device).  It catches eager operators that meet a new shape, which
-            Dynamo does not see.
+        compiled_programs: names of the programs that the device's own compiler has built after the first
+            so many, where that can be asked (the emulated device).  They catch eager operators that meet
+            a new shape, which Dynamo does not see.
     """
 
-    def __init__(self, warmup_steps: int, device_compilations: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, warmup_steps: int, compiled_programs: Callable[[int], list[str]] | None = None
+    ) -> None:
         self.warmup_steps = warmup_steps
         self.warmup: list[Compilation] = []
         self.after_warmup: list[Compilation] = []
         self.first_step_compile_s = 0.0
         self._step = 0
-        self._device_compilations = device_compilations
-        self._device_count = device_compilations() if device_compilations else 0
+        self._compiled_programs = compiled_programs
+        self._programs_seen = len(compiled_programs(0)) if compiled_programs else 0
         self._last_seen = _last(_dynamo_records())
         self._graph_breaks = _graph_break_reasons()
         self._functions: dict[str | None, str] = {}
@@ -104,11 +106,11 @@ class CompileWatch:
         return found
 
     def expect_so_far(self) -> None:
-        """Compilations since the last step were expected: an evaluation has shapes of its own."""
+        """What was compiled since the last step was expected: evaluations and logs have their own shapes."""
         self._last_seen = _last(_dynamo_records())
         self._graph_breaks = _graph_break_reasons()
-        if self._device_compilations:
-            self._device_count = self._device_compilations()
+        if self._compiled_programs:
+            self._programs_seen += len(self._compiled_programs(self._programs_seen))
 
     def _new_dynamo(self) -> list[Compilation]:
         records = _dynamo_records()
@@ -137,13 +139,13 @@ class CompileWatch:
         return [Compilation(self._step, "torch.compile", "graph break", r, 0.0) for r in new]
 
     def _new_device_programs(self, *, any_dynamo: bool) -> list[Compilation]:
-        if self._device_compilations is None:
+        if self._compiled_programs is None:
             return []
-        count = self._device_compilations()
-        new, self._device_count = count - self._device_count, count
-        if new == 0 or any_dynamo:  # a Dynamo compilation explains them
+        names = self._compiled_programs(self._programs_seen)
+        self._programs_seen += len(names)
+        if not names or any_dynamo:  # a Dynamo compilation explains them
             return []
-        detail = f"{new} programs: an operator outside torch.compile met a new shape or dtype"
+        detail = f"an operator outside torch.compile met a new shape or dtype: {', '.join(names)}"
         return [Compilation(self._step, "device program", "device program", detail, 0.0)]
 
 

@@ -53,7 +53,7 @@ class Runtime:
         self.local_rank = ranks.local_rank
         self.local_world_size = ranks.local_world_size
         self.process_group = group
-        self.compile_watch = compilation.CompileWatch(settings.warmup_steps, _device_compilations(kind))
+        self.compile_watch = compilation.CompileWatch(settings.warmup_steps, _compiled_programs(kind))
 
     @classmethod
     def start(cls, settings: RuntimeConfig | None = None) -> Runtime:
@@ -120,12 +120,12 @@ class Runtime:
         self.close()
 
 
-def _device_compilations(kind: DeviceKind) -> Callable[[], int] | None:
+def _compiled_programs(kind: DeviceKind) -> Callable[[int], list[str]] | None:
     if kind != "tpu-emulated":
         return None
     from recsys_tpu import emulation
 
-    return emulation.compilations
+    return emulation.compiled_programs
 
 
 def _version(distribution: str) -> str | None:

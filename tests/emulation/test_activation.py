@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from recsys_tpu.emulation import EmulationError, requirements
+from recsys_tpu.emulation import EmulationError, native, requirements
 from recsys_tpu.emulation.plugin import Plugin
 
 
@@ -70,3 +70,17 @@ def test_a_plugin_of_another_api_version_is_refused(tpu, monkeypatch):
     monkeypatch.setattr(requirements, "PJRT_MINOR", 42)
     with pytest.raises(EmulationError, match=r"speaks PJRT 0\.115; emulation is proven with 0\.42"):
         Plugin(library_path(), rank=0, slice_size=1)
+
+
+def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    with pytest.raises(EmulationError, match="needs a C compiler"):
+        native.load_shim()
+    monkeypatch.setenv("CC", str(tmp_path / "absent"))
+    with pytest.raises(EmulationError, match="cannot be run"):
+        native.load_shim()
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(EmulationError, match="failed"):
+        native.load_shim()

@@ -60,6 +60,41 @@ def test_a_compiled_mosaic_kernel_is_a_python_error(tpu):
         mosaic_double(torch.ones(8, 128, device=tpu)).cpu()
 
 
+def test_programs_are_counted_and_named(tpu):
+    before = emulation.compilations()
+    x = torch.arange(77.0, device=tpu)
+    torch.cumsum(x, 0).cpu()
+    names = emulation.compiled_programs(before)
+    assert len(names) == emulation.compilations() - before > 0
+    assert any("cumsum" in name for name in names)
+    torch.cumsum(x, 0).cpu()
+    assert emulation.compiled_programs(before) == names
+
+
+def test_a_pending_kernel_that_a_compiled_function_waits_for_does_not_block_it(tpu):
+    """torch_tpu waits for its threads with the interpreter locked, so they must not need the interpreter."""
+    jax = pytest.importorskip("jax")
+
+    @torch.tpu.pallas.jax_op("recsys_tpu_tests::pending")
+    def pending(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    weight = torch.ones(33, 33, device=tpu, requires_grad=True)
+    compiled = torch.compile(lambda x: (x @ weight).sum())
+    loss = compiled(pending(torch.ones(5, 33, device=tpu)).detach().requires_grad_())
+    loss.backward()
+    assert loss.item() == 5 * 2 * 33 * 33
+
+
+def test_pinned_memory_goes_to_the_device_and_back(tpu):
+    host = torch.arange(1000.0).pin_memory()
+    assert host.is_pinned()
+    back = torch.empty(1000).pin_memory()
+    back.copy_(host.to(tpu, non_blocking=True) * 2, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert torch.equal(back, host * 2)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
 def test_a_compiled_tower_trains_as_on_the_cpu_without_recompiling(tpu, optimizer):
     torch.manual_seed(0)
