@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from recsys_tpu.kernels.all_to_all import api, reference
+from recsys_tpu.kernels.all_to_all.fused import fused_lookup_all_to_all
 from recsys_tpu.kernels.all_to_all.links import grid_of
 from recsys_tpu.kernels.all_to_all.slices import compile_on_slice
 from tests.kernels.all_to_all.children import serve
@@ -67,6 +68,18 @@ def torus(topology: str, rows: int, columns: int) -> list[dict[str, Any]]:
     ]
 
 
+def lookup(topology: str) -> dict[str, Any]:
+    """A table of 512 MB, which nothing may copy."""
+    devices = grid_of(topology).devices
+    arguments = [
+        jax.ShapeDtypeStruct((1_000_000, 128), jnp.float32),
+        jax.ShapeDtypeStruct((100_000,), jnp.int32),
+        jax.ShapeDtypeStruct((devices * 1024 + 1,), jnp.int32),
+    ]
+    exchange = functools.partial(fused_lookup_all_to_all, axis="x")
+    return dataclasses.asdict(compile_on_slice(topology, exchange, arguments))
+
+
 def pod() -> dict[str, Any]:
     """256 chips, a chunk of one tile for each: what the semaphores allow."""
     exchange = functools.partial(api.all_to_all, axis="x")
@@ -80,6 +93,7 @@ PROOFS = {
         for name, topology in itertools.product(EXCHANGES, TOPOLOGIES)
     },
     **{f"torus, {topology}": functools.partial(torus, topology, *axes) for topology, axes in TORI.items()},
+    **{f"lookup, {topology}": functools.partial(lookup, topology) for topology in TOPOLOGIES},
     "256 chips": pod,
 }
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recsys_tpu.kernels.all_to_all import api, reference
+from recsys_tpu.kernels.all_to_all.fused import fused_lookup_all_to_all
 from recsys_tpu.kernels.all_to_all.reduce_scatter import Bands
 from tests.kernels.all_to_all.children import serve
 from tests.kernels.all_to_all.interpreting import MODES, differences, interpreter, mesh_of, on_chips
@@ -146,6 +147,43 @@ def ragged_gradient(mode: str) -> list[str]:
     )
 
 
+def lookup(mode: str, chips: int, dim: int, longest_bag: int) -> list[str]:
+    """Sums in the order of the ids, then delivered; bags of up to `longest_bag` ids, some empty."""
+    bags, random = 16, np.random.default_rng(chips)
+    table = random.standard_normal((chips, 50, dim), dtype=np.float32)
+    lengths = random.integers(0, longest_bag + 1, (chips, chips * bags))
+    offsets = np.concatenate([np.zeros((chips, 1)), lengths.cumsum(1)], axis=1).astype(np.int32)
+    rows = random.integers(0, 50, (chips, max(1, int(offsets.max()))), dtype=np.int32)
+    sums = np.zeros((chips, chips * bags, dim), np.float32)
+    for chip in range(chips):
+        for bag in range(chips * bags):
+            for row in rows[chip, offsets[chip, bag] : offsets[chip, bag + 1]]:
+                sums[chip, bag] += table[chip, row]
+    mesh = mesh_of(chips)
+    both = functools.partial(fused_lookup_all_to_all, axis="x", interpret=interpreter(mode))
+    got = on_chips(mesh, both, table, rows, offsets)
+    return differences(got, [sums.reshape(chips, chips, bags, dim).swapaxes(0, 1)])
+
+
+def one_chip() -> list[str]:
+    """No peers: no kernel, only scale and rounding."""
+    x, counts, mesh = payload(1, 1, 10, 24), np.array([[7]], np.int32), mesh_of(1)
+    options = {"axis": "x", "scale": 0.5, "wire_dtype": BF16}
+    pairs = [
+        (getattr(module, name), arguments)
+        for name, arguments in (("all_to_all", (x,)), ("ragged_all_to_all", (x, counts)))
+        for module in (api, reference)
+    ]
+    results = [on_chips(mesh, functools.partial(run, **options), *inputs) for run, inputs in pairs]
+    sums = on_chips(mesh, functools.partial(api.reduce_scatter, axis="x"), x)
+    same = all(
+        np.array_equal(mine, theirs)
+        for ours, xla in (results[0:2], results[2:4], (sums, [np.asarray(x)[:, 0]]))
+        for mine, theirs in zip(ours, xla, strict=True)
+    )
+    return [] if same else ["differs"]
+
+
 def random_counts(chips: int, capacity: int) -> list[list[int]]:
     return np.random.default_rng(chips).integers(0, capacity + 1, (chips, chips)).tolist()
 
@@ -174,6 +212,11 @@ SUMS = {
     "reduce-scatter, 3 chips": (summed, 3, 8),
     "reduce-scatter, several bands": (summed, 2, 2 * 2048 + 100),
 }
+LOOKUPS = {
+    "lookup and exchange, 2 chips": (lookup, 2, 256, 3),
+    "lookup and exchange, 4 chips": (lookup, 4, 128, 5),
+    "lookup and exchange, no ids": (lookup, 2, 128, 0),
+}
 CONVERTING = {
     "scaled": (equal, 4, (40, 128), jnp.float32, {"scale": 0.25}),
     "bf16 wire, 4 chips": (equal, 4, (100, 96), jnp.float32, {"wire_dtype": BF16, "scale": 1 / 3}),
@@ -190,15 +233,26 @@ def bind(case: tuple[Any, ...], mode: str) -> Any:
     return functools.partial(function, mode, *arguments, **options)
 
 
+CASES = {**SHAPES, **TORUS, **SUMS, **LOOKUPS, **CONVERTING}
 PROOFS = {
-    **{
-        f"{name}, {mode}": bind(case, mode)
-        for (name, case), mode in itertools.product({**SHAPES, **TORUS, **SUMS, **CONVERTING}.items(), MODES)
-    },
+    **{f"{name}, {mode}": bind(case, mode) for (name, case), mode in itertools.product(CASES.items(), MODES)},
+    "one chip": one_chip,
     **{f"equal gradient, {mode}": functools.partial(equal_gradient, mode) for mode in MODES},
     **{f"reduce-scatter gradient, {mode}": functools.partial(summed_gradient, mode) for mode in MODES},
     **{f"ragged gradient, {mode}": functools.partial(ragged_gradient, mode) for mode in MODES},
 }
+
+# Left out by `-m "not slow"`: more chips or more pieces of what smaller cases show.
+SLOW = (
+    "equal, 8 chips",
+    "ragged, 8 chips",
+    "reduce-scatter, 8 chips",
+    "reduce-scatter, several bands",
+    "torus 2x4",
+    "bf16 wire, more pieces",
+    "planned, bf16 wire",
+    "lookup and exchange, 4 chips",
+)
 
 if __name__ == "__main__":
     serve(PROOFS)

@@ -10,6 +10,8 @@ from recsys_tpu.kernels.all_to_all import coded, reduce_scatter
 from recsys_tpu.kernels.all_to_all.lines import Pieces
 from tests.kernels.all_to_all import children, compiled
 
+pytestmark = pytest.mark.slow
+
 SECONDS_EACH = 90
 SEMAPHORE_WORDS = 512
 SLACK_BYTES = 256 * 1024  # counts and addresses, not payloads
@@ -50,6 +52,16 @@ def test_torus_exchange_compiles(topology: str, outcomes: dict[str, dict[str, An
     assert kernel["semaphores"] < SEMAPHORE_WORDS // 4
     payload = kernel["argument_bytes"]
     assert kernel["temp_bytes"] <= xla["temp_bytes"] + payload + SLACK_BYTES  # the staging buffer
+
+
+@pytest.mark.parametrize("topology", compiled.TOPOLOGIES)
+def test_fused_lookup_compiles_and_copies_no_table(
+    topology: str, outcomes: dict[str, dict[str, Any]]
+) -> None:
+    program = result(outcomes, f"lookup, {topology}")
+    assert program["kernels"] == 1 and program["entry_barrier"]
+    output = program["devices"] * 1024 * 128 * 4
+    assert program["temp_bytes"] <= output + SLACK_BYTES
 
 
 def test_pod_of_256_chips_fits_the_semaphores(outcomes: dict[str, dict[str, Any]]) -> None:

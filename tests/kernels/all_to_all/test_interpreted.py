@@ -22,7 +22,13 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.timeout(SECONDS_EACH * 8)
-@pytest.mark.parametrize("proof", interpreted.PROOFS)
+@pytest.mark.parametrize(
+    "proof",
+    [
+        pytest.param(proof, marks=[pytest.mark.slow] if proof.startswith(interpreted.SLOW) else [])
+        for proof in interpreted.PROOFS
+    ],
+)
 def test_exchange_equals_the_collective(proof: str, outcomes: dict[str, dict[str, object]]) -> None:
     assert outcomes[proof] == {"result": []}
 
