@@ -211,6 +211,20 @@ class OptimizerConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
 
 
+class ShardingConfig(Section):
+    """Where the tables lie. Without `plan` one is made for the topology and written beside the outputs."""
+
+    topology: str | None = Field(
+        None,
+        description="the slice, such as v5p:4x4x4, or a YAML file; default: one emulated chip a rank, which "
+        "a real TPU does not take",
+    )
+    plan: Path | None = Field(None, description="a plan file of `python -m recsys_tpu.plan`")
+    validate_ids: Literal["full", "sample", "off"] = Field(
+        "full", description="how much of each batch is checked on the host before it is sent"
+    )
+
+
 class TrainConfig(Section):
     """How long to train, and what to write on the way. Steps are optimizer steps of the global batch."""
 
@@ -265,6 +279,7 @@ class Config(Section):
     data: DataConfig = ClickDataConfig()
     model: ModelConfig = DLRMConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    sharding: ShardingConfig = ShardingConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")

@@ -104,7 +104,7 @@ class Trainer:
         fuse_table_optimizer(tables, self.config.optimizer.sparse)
         configs = {table.name: table for table in tables.embedding_bag_configs()}
         model.compile_towers(self.runtime.compile)
-        sharded = shard_model(model, self.runtime)
+        sharded = shard_model(model, self.runtime, self.config)
         initialize_tables(sharded.state_dict(), configs, self.config.run.seed)
         self._time_lookups(model)
         return sharded

@@ -10,8 +10,9 @@ import torch
 
 from recsys_tpu.config import Config
 from recsys_tpu.data.metadata import DatasetError
-from recsys_tpu.errors import TrainingDivergedError
+from recsys_tpu.errors import ConfigError, TrainingDivergedError
 from recsys_tpu.runtime import Runtime
+from recsys_tpu.sharding.planner import PlanDriftError
 from recsys_tpu.trainer import Trainer
 
 
@@ -156,3 +157,26 @@ def test_bf16_compute_stays_near_fp32(tmp_path: Path, start: Any) -> None:
     assert rounded.log_loss != exact.log_loss
     assert rounded.log_loss == pytest.approx(exact.log_loss, rel=0.02)
     assert all(value.dtype == torch.float32 for value in state(trainer).values())
+
+
+def test_a_run_writes_its_plan_and_takes_it_again(tmp_path: Path, start: Any) -> None:
+    config = tiny(tmp_path)
+    start(config).run()
+    plan = config.run.directory / "plan.yaml"
+    again = tiny(tmp_path, run__name="again", sharding__plan=str(plan))
+    start(again).run()
+    assert losses(again) == losses(config)
+
+
+def test_a_plan_made_for_other_tables_is_refused(tmp_path: Path, start: Any) -> None:
+    config = tiny(tmp_path)
+    start(config)
+    plan = str(config.run.directory / "plan.yaml")
+    wider = tiny(tmp_path, model__embedding_dim=16, sharding__plan=plan)
+    with pytest.raises(PlanDriftError, match="t_C1"):
+        start(wider)
+
+
+def test_a_topology_of_other_size_is_refused(tmp_path: Path, start: Any) -> None:
+    with pytest.raises(ConfigError, match="v6e:2x2 has 4 ranks but the run has 1"):
+        start(tiny(tmp_path, sharding__topology="v6e:2x2"))

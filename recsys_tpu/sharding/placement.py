@@ -7,48 +7,94 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingEnv
 
+from recsys_tpu.config import Config
+from recsys_tpu.errors import ConfigError
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.sharding.embedding_bag_collection import TpuEmbeddingBagCollectionSharder
+from recsys_tpu.sharding.planner import Plan, ShardingType, Topology, emulated, parse_topology
+from recsys_tpu.sharding.planner.torchrec_bridge import (
+    TpuEmbeddingShardingPlanner,
+    to_sharding_plan,
+    workload_of,
+)
+
+PLAN_FILE = "plan.yaml"
+# A data-parallel table would be trained by the dense optimizer, not by the fused one that the config names.
+_FUSED_TYPES = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
 
 
-def shard_model(model: nn.Module, runtime: Runtime) -> DistributedModelParallel:
-    """`model` with its embedding collections sharded over all ranks and its dense part replicated."""
-    sharders: list[ModuleSharder[nn.Module]] = [TpuEmbeddingBagCollectionSharder()]
-    topology = Topology(
-        world_size=runtime.world_size,
-        local_world_size=runtime.local_world_size,
-        compute_device=runtime.device.type,
-    )
-    # data-parallel tables would train outside the fused optimizer
-    constraints = {
-        name.removesuffix(".weight").rsplit(".", 1)[-1]: ParameterConstraints(
-            sharding_types=[ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value]
-        )
-        for name, _ in model.named_parameters()
-        if ".embedding_bags." in name
-    }
-    plan = EmbeddingShardingPlanner(topology=topology, constraints=constraints).collective_plan(
-        model, sharders, runtime.process_group
-    )
+def shard_model(model: nn.Module, runtime: Runtime, config: Config) -> DistributedModelParallel:
+    """`model` with its embedding collections sharded over all ranks and its dense part replicated.
+
+    The plan is read from ``sharding.plan`` or made, the same on every rank, and written to the run's folder.
+
+    Raises:
+        ConfigError: a TPU run names no topology, or the topology has another number of ranks.
+        PlanError: the plan file is damaged or made for other tables, or the tables don't fit.
+    """
+    sharders: list[ModuleSharder[nn.Module]] = [
+        TpuEmbeddingBagCollectionSharder(validate=config.sharding.validate_ids)
+    ]
+    topology = _topology(runtime, config)
+    plan = _plan(model, sharders, runtime, config, topology)
+    if runtime.rank == 0:
+        plan.save(config.run.directory / PLAN_FILE)
     return DistributedModelParallel(
         model,
         device=runtime.device,
-        plan=plan,
+        plan=to_sharding_plan(plan, model, device_type=runtime.device.type),
         sharders=sharders,
         data_parallel_wrapper=DenseDataParallel(),
     )
 
 
+def _topology(runtime: Runtime, config: Config) -> Topology:
+    name = config.sharding.topology
+    if name is None and runtime.kind == "tpu":
+        raise ConfigError("a run on TPUs needs sharding.topology, the slice it runs on, such as v6e:2x4")
+    topology = emulated(runtime.world_size) if name is None else parse_topology(name)
+    if topology.ranks != runtime.world_size:
+        raise ConfigError(
+            f"sharding.topology={name} has {topology.ranks} ranks but the run has {runtime.world_size}"
+        )
+    return topology
+
+
+def _plan(
+    model: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    runtime: Runtime,
+    config: Config,
+    topology: Topology,
+) -> Plan:
+    batch_per_rank = config.train.batch_size // runtime.world_size
+    optimizer = config.optimizer.sparse.kind
+    workload = workload_of(model, batch_per_rank=batch_per_rank, optimizer=optimizer)
+    if config.sharding.plan is not None:
+        plan = Plan.load(config.sharding.plan)
+        plan.check_fits(workload, topology)
+        return plan
+    constraints = {table.name: ParameterConstraints(sharding_types=_FUSED_TYPES) for table in workload.tables}
+    planner = TpuEmbeddingShardingPlanner(
+        topology,
+        batch_size=batch_per_rank,
+        constraints=constraints,
+        optimizer=optimizer,
+        device_type=runtime.device.type,
+    )
+    return invoke_on_rank_and_broadcast_result(runtime.process_group, 0, planner.make, model, sharders)
+
+
 class DenseDataParallel(DefaultDataParallelWrapper):
     """DistributedDataParallel over the dense parameters, as TorchRec's, for the `tpu` device too.
 
-    That device takes no device_ids, and a static graph would need pinned host memory, which it has not.
-    One rank has nothing to average and gets no wrapper.
+    That device takes no device_ids. One rank has nothing to average and gets no
+    wrapper.
     """
 
     def _ddp_wrap(
