@@ -43,6 +43,9 @@ class CompileReport:
     temp_bytes: int = 0
     peak_bytes: int = 0
     code_bytes: int = 0
+    hlo_readable: bool = True
+    """False where libtpu can't return the program it compiled (SparseCore kernels); the counts below are then
+    empty, not zero."""
     collectives: dict[str, int] = field(default_factory=dict)
     """HLO collective -> how many of it."""
     custom_calls: dict[str, int] = field(default_factory=dict)

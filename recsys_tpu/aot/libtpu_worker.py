@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
@@ -86,10 +87,14 @@ def _alias(module: Any, aliases: dict[int, int]) -> None:
 def _describe(executable: Any) -> dict[str, Any]:
     memory = executable.get_compiled_memory_stats()
     (cost, *_) = costs if isinstance(costs := executable.cost_analysis(), list) else [costs]
-    hlo = executable.hlo_modules()[0].to_string()
+    try:
+        hlo, readable = executable.hlo_modules()[0].to_string(), True
+    except jax.errors.JaxRuntimeError:  # asynchronous SparseCore calls don't survive the way back
+        hlo, readable = "", False
     lines = hlo.splitlines()
     collectives = collections.Counter(m.group(1) for line in lines if (m := _COLLECTIVE.search(line)))
     return {
+        "hlo_readable": readable,
         "flops": cost.get("flops", 0.0),
         "bytes_accessed": cost.get("bytes accessed", 0.0),
         "argument_bytes": memory.argument_size_in_bytes,

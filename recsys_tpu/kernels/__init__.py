@@ -1,6 +1,12 @@
 """Embedding kernels: pooled lookup, fused optimizer update, exchanges between chips."""
 
-from recsys_tpu.kernels.api import fused_update, pooled_lookup, sequence_lookup, weight_gradient
+from recsys_tpu.kernels.api import (
+    donating_update,
+    fused_update,
+    pooled_lookup,
+    sequence_lookup,
+    weight_gradient,
+)
 from recsys_tpu.kernels.batch import LookupBatch, Optimizer
 from recsys_tpu.kernels.optimizer import OptimizerSpec, hyper_tensor
 from recsys_tpu.kernels.packing import packed, unpacked
@@ -11,6 +17,7 @@ __all__ = [
     "Optimizer",
     "OptimizerSpec",
     "Variant",
+    "donating_update",
     "force_variant",
     "fused_update",
     "hyper_tensor",

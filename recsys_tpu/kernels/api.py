@@ -60,22 +60,42 @@ def fused_update(
     must own their storage: on a device it is exchanged for the result's.
     Raises ValueError for tensors that don't fit together.
     """
-    dim = grad_output.shape[1]
-    _check_table("fused_update", weights_flat, dim)
     _check_update(weights_flat, state, grad_output, batch, spec, hyper)
-    variant = variant_for(weights_flat.device)
     with torch.no_grad():
-        if variant is Variant.REFERENCE:
+        if variant_for(weights_flat.device) is Variant.REFERENCE:
             reference.fused_update(weights_flat, state, grad_output, batch, spec, hyper)
             return
-        from recsys_tpu.kernels import ops
-
-        occurrences = (batch.sorted_bags, batch.segments, batch.sorted_weights)
-        results = ops.update_op(variant, target_chip(), spec)(
-            weights_flat, list(state), grad_output, batch.unique_rows, batch.row_offsets, *occurrences, hyper
-        )
-        for tensor, result in zip((weights_flat, *state), results, strict=True):
+        new_weights, new_state = donating_update(weights_flat, state, grad_output, batch, spec, hyper)
+        exchanges: Any = zip((weights_flat, *state), (new_weights, *new_state), strict=True)
+        for tensor, result in exchanges:
             tensor.set_(result)
+
+
+def donating_update(
+    weights_flat: Tensor,
+    state: tuple[Tensor, ...],
+    grad_output: Tensor,
+    batch: LookupBatch,
+    spec: OptimizerSpec,
+    hyper: Tensor,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`fused_update` as a pure function, (new table, new state), for a whole step in one program.
+
+    Run on a device, it takes over the memory of `weights_flat` and `state`, which are dead afterwards.
+    In a program that is lowered whole, the program's own donation does that.
+    Raises ValueError on a CPU, where there is nothing to donate.
+    """
+    _check_update(weights_flat, state, grad_output, batch, spec, hyper)
+    variant = variant_for(weights_flat.device)
+    if variant is Variant.REFERENCE:
+        raise ValueError("donating_update: tensors must be on a tpu device; on CPU use fused_update")
+    from recsys_tpu.kernels import ops
+
+    occurrences = (batch.sorted_bags, batch.segments, batch.sorted_weights)
+    results: list[Tensor] = ops.update_op(variant, target_chip(), spec)(
+        weights_flat, list(state), grad_output, batch.unique_rows, batch.row_offsets, *occurrences, hyper
+    )
+    return results[0], tuple(results[1:])
 
 
 def weight_gradient(weights_flat: Tensor, batch: LookupBatch, grad_output: Tensor) -> Tensor:
@@ -145,6 +165,7 @@ def _check_update(
     hyper: Tensor,
 ) -> None:
     dim = grad_output.shape[1]
+    _check_table("fused_update", weights_flat, dim)
     if grad_output.shape[0] != batch.num_bags:
         raise ValueError(
             f"fused_update: {batch.num_bags} bags, but a gradient of {grad_output.shape[0]} rows"

@@ -67,9 +67,14 @@ class Program:
         return self.rows * (self.row_bytes + self.state_bytes) if self.is_update else 0
 
     def supported_on(self, chip: Chip) -> bool:
-        """TensorCores read lines of 128 words: rows that neither fill nor divide one are padded first."""
+        """Rows are whole registers on SparseCore; on a TensorCore they fill or divide lines of 128 words.
+
+        Tables of other dims are padded by whoever allocates them.
+        """
         words = self.row_bytes // 4
-        return bool(chip.sparsecores) or words % LINE == 0 or LINE % words == 0
+        if chip.sparsecores:
+            return words % chip.lanes == 0
+        return words % LINE == 0 or LINE % words == 0
 
     def arguments(self) -> tuple[Any, ...]:
         """Shapes, in the order of `function`."""

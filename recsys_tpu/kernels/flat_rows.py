@@ -55,6 +55,21 @@ def write_rows(
     return table.at[lines].set(merged.reshape(-1, LINE), **exact).reshape(-1)
 
 
+def stored_words(flat: jax.Array, dim: int, multiple: int = 1) -> int:
+    """Words of a row in a buffer that a TPU kernel reads.
+
+    Raises ValueError for a bfloat16 buffer that isn't packed, or words that aren't a multiple of `multiple`.
+    """
+    if flat.dtype not in (jnp.float32, jnp.int32):
+        raise ValueError(f"a TPU kernel reads float32 or packed tables, got {flat.dtype}: use kernels.packed")
+    words = dim // 2 if flat.dtype == jnp.int32 else dim
+    if words % multiple or (dim % 2 and flat.dtype == jnp.int32):
+        raise ValueError(
+            f"rows of {words} words: this chip needs a multiple of {multiple}; pad the table's dim"
+        )
+    return words
+
+
 def _rows_a_line(words: int) -> int:
     if LINE % words:
         raise ValueError(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from recsys_tpu.kernels.flat_rows import stored_words
 from recsys_tpu.kernels.sparsecore import partition, segments
 from recsys_tpu.kernels.sparsecore.segments import Sizes
 from recsys_tpu.kernels.sparsecore.streams import Ref, Target
@@ -27,6 +28,7 @@ def pooled_lookup(
 ) -> jax.Array:
     """As `xla.pooled_lookup`; `flat` is float32, or bfloat16 pairs in int32 words."""
     packed = flat.dtype == jnp.int32
+    stored_words(flat, dim, multiple=target.lanes)
     rows, bags = partition.in_registers(rows, 0), partition.in_registers(bags, num_bags)
     weights = None if weights is None else partition.in_registers(weights, 0.0)
     ids = rows.shape[0]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from recsys_tpu.kernels.flat_rows import stored_words
 from recsys_tpu.kernels.optimizer import HYPER_SIZE, OptimizerSpec
 from recsys_tpu.kernels.sparsecore import partition, segments
 from recsys_tpu.kernels.sparsecore.rows import RowStep
@@ -40,7 +41,7 @@ def fused_update(
 ) -> tuple[jax.Array, ...]:
     """As `xla.fused_update`; `flat` is float32, or bfloat16 pairs in int32 words."""
     dim, packed = grad_output.shape[1], flat.dtype == jnp.int32
-    words = dim // 2 if packed else dim
+    words = stored_words(flat, dim, multiple=target.lanes)
     num_rows, workers = flat.shape[0] // words, target.workers
     shapes = [(num_rows,) if spec.has_row_state else (num_rows, dim)] * len(state)
     buffers = tuple(x.reshape(shape) for x, shape in zip(state, shapes, strict=True))

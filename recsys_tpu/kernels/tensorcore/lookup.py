@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from recsys_tpu.kernels.flat_rows import stored_words
 from recsys_tpu.kernels.tensorcore import windows
 from recsys_tpu.kernels.tensorcore.windows import LINE, Ref, Sizes
 
@@ -31,7 +32,7 @@ def pooled_lookup(
     """
     packed = flat.dtype == jnp.int32
     block = min(block, -(-num_bags // 8) * 8)
-    words, blocks = dim // 2 if packed else dim, -(-num_bags // block)
+    words, blocks = stored_words(flat, dim), -(-num_bags // block)
     sizes = Sizes(words, block, blocks, packed, weights is not None, window)
     width = sizes.words * sizes.halves
 

@@ -10,7 +10,6 @@ a line, and the sum of each position in the line is kept apart until the block i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,17 +170,20 @@ def sum_segments(
         begin = jnp.maximum(low - c * window, 0) // UNROLL
         end = (jnp.minimum(high - c * window, window) + UNROLL - 1) // UNROLL
 
-        def start_and_sum(first: Any, carry: Any) -> Any:
-            start_rows(c + 1, first, UNROLL)
-            return sum_rows(c, first, carry)
+        def only_sum(group: Any, carry: Any) -> Any:
+            return sum_rows(c, group * UNROLL, carry)
 
-        def group(g: Any, carry: Any) -> Any:
-            # A group that two blocks share starts its copies only once.
-            starts = (c * window + g * UNROLL >= low) & (c + 1 < windows)
-            return jax.lax.cond(starts, start_and_sum, functools.partial(sum_rows, c), g * UNROLL, carry)
+        def start_and_sum(group: Any, carry: Any) -> Any:
+            start_rows(c + 1, group * UNROLL, UNROLL)
+            return sum_rows(c, group * UNROLL, carry)
 
+        # The block before has started the copies of a group that it shares with this one.
+        shared = jnp.where(c * window + begin * UNROLL < low, begin + 1, begin)
+        no_next = jnp.where(c + 1 < windows, jnp.minimum(shared, end), end)
         segment = place((c % META_SLOTS) * window + begin * UNROLL)
-        jax.lax.fori_loop(begin, end, group, (segment, [sums[half, segment] for half in range(sizes.halves)]))
+        carry = (segment, [sums[half, segment] for half in range(sizes.halves)])
+        carry = jax.lax.fori_loop(begin, no_next, only_sum, carry)
+        jax.lax.fori_loop(no_next, end, start_and_sum, carry)
 
     @pl.when(block == 0)
     def _() -> None:
