@@ -25,7 +25,8 @@ from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
 from recsys_tpu.sharding.ahead import Ahead
 from recsys_tpu.sharding.host import PreparedSplits, host_group, max_over_ranks, placed_on, prepare
 from recsys_tpu.sharding.lookups import LookupInput
-from recsys_tpu.sharding.pooled_shardings import pooled_sharding
+from recsys_tpu.sharding.pooled_exchange import Exchange, PooledExchange
+from recsys_tpu.sharding.pooled_shardings import TableWise, pooled_sharding
 from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
 
 _Prepared = tuple[EmbeddingBagCollectionContext, list[LookupInput]]
@@ -46,6 +47,7 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         *,
         device: torch.device | None = None,
         validate: Validation = Validation.FULL,
+        exchange: Exchange = Exchange.TORCHREC,
         **options: Any,
     ) -> None:
         _check_pooling(module)
@@ -60,6 +62,12 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._host_pg = host_group(group)
         for of_type in self._embedding_shardings:
             of_type.host_pg = self._host_pg
+        if exchange is not Exchange.TORCHREC:
+            for position, of_type in enumerate(self._embedding_shardings):
+                if isinstance(of_type, TableWise):
+                    self._output_dists[position] = PooledExchange(
+                        group, of_type._dim_sum_per_rank(), exchange.value
+                    )
         self._capacities = Capacities(max_over_ranks(self._host_pg))
         self._limits = FeatureLimits.of_tables(self._embedding_bag_configs)
         self.ahead: Ahead[KeyedJaggedTensor, _Prepared] = Ahead(self._exchange_and_prepare)
@@ -140,12 +148,20 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards every EmbeddingBagCollection of a model for TPU chips; on CPU the same with reference kernels.
 
     fused_params: optimizer and its settings, see `embeddings.fused_params`.  validate: how much of each
-    batch is checked before it is sent, see `sharding.validation`.
+    batch is checked before it is sent, see `sharding.validation`.  exchange: who moves the pooled rows of
+    table-wise shards, see `sharding.pooled_exchange`.
     """
 
-    def __init__(self, *args: Any, validate: str | Validation = Validation.FULL, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        validate: str | Validation = Validation.FULL,
+        exchange: str | Exchange = Exchange.TORCHREC,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._validate = Validation(validate)
+        self._exchange = Exchange(exchange)
 
     def shard(
         self,
@@ -165,6 +181,7 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             module_fqn=module_fqn,
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
             validate=self._validate,
+            exchange=self._exchange,
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.dist_data import PooledEmbeddingsAllToAll
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 
 from recsys_tpu.kernels.all_to_all.pooled import exchange_pooled
 from recsys_tpu.runtime import Runtime
-from recsys_tpu.sharding import pooled_shardings
+from recsys_tpu.sharding.pooled_exchange import PooledExchange
 from tests.sharding import sharded
 
 
@@ -45,6 +46,12 @@ def _both(runtime: Runtime, dims: list[int], batch: int) -> dict[str, Any]:
     }
 
 
+def on_two_ranks(runtime: Runtime, cases: list[tuple[list[int], int]]) -> dict[str, Any]:
+    """Together, because starting ranks takes seconds."""
+    refused = [*refusals(runtime), uneven_batches(runtime)] if runtime.device.type == "cpu" else []
+    return {"cases": both_exchanges(runtime, cases), "refused": refused}
+
+
 def refusals(runtime: Runtime) -> list[str]:
     """What is said to wrong arguments, on a CPU rank of two."""
     group = runtime.process_group
@@ -65,33 +72,21 @@ def refusals(runtime: Runtime) -> list[str]:
     return said
 
 
-class _Output(torch.nn.Module):
-    """A table-wise output dist on our exchange."""
-
-    def __init__(self, group: dist.ProcessGroup, dims: list[int]) -> None:
-        super().__init__()
-        self._group, self._dims = group, dims
-
-    def forward(self, pooled: torch.Tensor, context: Any = None) -> Any:
-        from torchrec.distributed.types import NoWait
-
-        ranks = len(self._dims)
-        out = exchange_pooled(
-            pooled, self._group, dims=self._dims, transport="collective", grad_scale=1 / ranks
-        )
-        return NoWait(out)
-
-
 def train_with_both(runtime: Runtime, case: Any) -> dict[str, Any]:
     """The same table-wise training, with TorchRec's exchange and with ours."""
-    theirs = sharded.train_sharded(runtime, case)
+    runs, shard = {}, sharded.shard
+    for exchange in ("torchrec", "collective"):
+        sharded.shard = functools.partial(shard, exchange=exchange)
+        runs[exchange] = sharded.train_sharded(runtime, case)
+    sharded.shard = shard
+    return runs
 
-    def create_output_dist(self: Any, device: torch.device | None = None) -> torch.nn.Module:
-        return _Output(self._env.process_group, self._dim_sum_per_rank())
 
-    pooled_shardings.TableWise.create_output_dist = create_output_dist
+def uneven_batches(runtime: Runtime) -> str:
+    """What is said when ranks bring batches of different sizes."""
+    context = EmbeddingShardingContext(batch_size_per_rank=[3, 4])
     try:
-        ours = sharded.train_sharded(runtime, case)
-    finally:
-        del pooled_shardings.TableWise.create_output_dist
-    return {"torchrec": theirs, "ours": ours}
+        PooledExchange(runtime.process_group, [8, 8], "collective")(torch.zeros(7, 8), context)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -22,15 +22,39 @@ def function(name: str) -> str:
     return f"{pooled_ranks.__name__}:{name}"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("tpu-emulated", marks=pytest.mark.slow)])
-def test_equals_torchrec(device: str, request: pytest.FixtureRequest) -> None:
-    if device != "cpu":
-        request.getfixturevalue("tpu")
-    for rank in on_ranks(function("both_exchanges"), 2, device, CASES):
-        for case in rank:
-            for ours, theirs, bf16 in zip(case["ours"], case["torchrec"], case["bf16"], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-                torch.testing.assert_close(bf16, theirs, rtol=2**-8, atol=0)
+REFUSED = (
+    "expected 2 dims, one for each rank, got [8]",
+    "expected pooled [2 * B, 8] on rank 0, got [5, 8]",
+    "expected pooled [2 * B, 8] on rank 0, got [4, 7]",
+    "expected float32 pooled rows, got torch.float64",
+    "expected a wire dtype of bfloat16 or None, got torch.float16",
+    "transport 'kernel' takes tpu tensors",
+    "needs the same batch size on every rank and for every feature, got [3, 4]",
+)
+
+
+def test_equals_torchrec_and_refuses_wrong_arguments() -> None:
+    ranks = on_ranks(function("on_two_ranks"), 2, "cpu", CASES)
+    for rank in ranks:
+        check(rank["cases"])
+    said = ranks[0]["refused"]
+    assert len(said) == len(REFUSED)
+    for message, expected in zip(said, REFUSED, strict=True):
+        assert expected in message
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tpu")
+def test_equals_torchrec_on_the_emulated_device() -> None:
+    for rank in on_ranks(function("on_two_ranks"), 2, "tpu-emulated", CASES):
+        check(rank["cases"])
+
+
+def check(cases: list[dict[str, list[torch.Tensor]]]) -> None:
+    for case in cases:
+        for ours, theirs, bf16 in zip(case["ours"], case["torchrec"], case["bf16"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            torch.testing.assert_close(bf16, theirs, rtol=2**-8, atol=0)
 
 
 def test_one_rank() -> None:
@@ -38,21 +62,6 @@ def test_one_rank() -> None:
     for case in rank:
         for ours, theirs in zip(case["ours"], case["torchrec"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    messages = (
-        "expected 2 dims, one for each rank, got [8]",
-        "expected pooled [2 * B, 8] on rank 0, got [5, 8]",
-        "expected pooled [2 * B, 8] on rank 0, got [4, 7]",
-        "expected float32 pooled rows, got torch.float64",
-        "expected a wire dtype of bfloat16 or None, got torch.float16",
-        "transport 'kernel' takes tpu tensors",
-    )
-    said, _ = on_ranks(function("refusals"), 2, "cpu")
-    assert len(said) == len(messages)
-    for message, expected in zip(said, messages, strict=True):
-        assert expected in message
 
 
 @pytest.mark.slow
@@ -67,7 +76,7 @@ def test_sharded_training_is_the_same_as_with_the_collective(
         for index, (rows, dim, rank) in enumerate([(50, 8, 0), (30, 16, 1), (40, 8, 2), (20, 24, 2)])
     )
     for rank in on_ranks(function("train_with_both"), 4, device, Case(tables, steps=5)):
-        np.testing.assert_array_equal(rank["ours"]["losses"], rank["torchrec"]["losses"])
+        np.testing.assert_array_equal(rank["collective"]["losses"], rank["torchrec"]["losses"])
         for name, pieces in rank["torchrec"]["tables"].items():
-            for (_, theirs), (_, ours) in zip(pieces, rank["ours"]["tables"][name], strict=True):
+            for (_, theirs), (_, ours) in zip(pieces, rank["collective"]["tables"][name], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
