@@ -7,6 +7,7 @@ Cloud TPU pages); HBM bandwidth is that of JAX's `pltpu.get_tpu_info_for_chip`. 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 SOURCE = "torch_tpu hardware.py (FLOP/s, HBM size), JAX pltpu.get_tpu_info_for_chip (HBM bandwidth)"
@@ -23,19 +24,31 @@ class Chip:
     hbm_bytes_per_second: float
     smallest_topology: str
     """The smallest slice that libtpu compiles for."""
-    device_kind: str
-    """What JAX calls its devices."""
+    devices: int = 1
+    """Devices a chip."""
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 197e12, 16 * 1024**3, 820e9, "v5e:2x2", "TPU v5 lite"),
-        Chip("v5p", 459e12, 95 * 1024**3, 2460e9, "v5p:2x2x1", "TPU v5p"),
-        Chip("v6e", 918e12, 32 * 1024**3, 1640e9, "v6e:2x2", "TPU v6 lite"),
-        Chip("tpu7x", 1153.5e12, 96 * 1024**3, 3700e9, "tpu7x:2x2x1", "TPU7x"),
+        Chip("v5e", 197e12, 16 * 1024**3, 820e9, "v5e:2x2"),
+        Chip("v5p", 459e12, 95 * 1024**3, 2460e9, "v5p:2x2x1"),
+        Chip("v6e", 918e12, 32 * 1024**3, 1640e9, "v6e:2x2"),
+        Chip("tpu7x", 1153.5e12, 96 * 1024**3, 3700e9, "tpu7x:2x2x1", 2),
     )
 }
+
+
+def devices_of(topology: str) -> int:
+    """Devices, so ranks, of a topology: ``v6e:2x4`` has 8, ``tpu7x:2x2x1`` too.
+
+    Raises:
+        ValueError: it is not of the form ``chip:AxB`` or ``chip:AxBxC``.
+    """
+    chip, extents = chip_of(topology), topology.partition(":")[2].split("x")
+    if not all(extent.isdigit() and int(extent) for extent in extents):
+        raise ValueError(f"topology {topology!r}: expected the chip and its extents, such as v6e:2x4")
+    return math.prod(map(int, extents)) * chip.devices
 
 
 def chip_of(topology: str) -> Chip:

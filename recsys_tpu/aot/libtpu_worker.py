@@ -21,6 +21,10 @@ _COLLECTIVE = re.compile(
     r"= .*?\b(all-to-all|ragged-all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute)"
     r"(-start)?\("
 )
+_STABLEHLO_COLLECTIVE = re.compile(
+    r"stablehlo\.(all_to_all|all_reduce|all_gather|reduce_scatter|collective_permute)\b"
+)
+_STABLEHLO_CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @(\w+)")
 _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
 # A channel handle on all_to_all means "between partitions".  Ours are between replicas, and libtpu aborts
 # on a handle there.
@@ -63,7 +67,7 @@ def compile_program(text: str, topology: str, num_replicas: int, aliases: dict[i
         module = ir.Module.parse(_ALL_TO_ALL_CHANNEL.sub(r"\1", text))
         _alias(module, aliases)
         executable = devices[0].client.compile(module, xla_client.DeviceList(used), options)
-    return _describe(executable)
+    return _describe(executable, text)
 
 
 def _alias(module: Any, aliases: dict[int, int]) -> None:
@@ -78,21 +82,17 @@ def _alias(module: Any, aliases: dict[int, int]) -> None:
     attributes: list[Any] = [ir.DictAttr(a) for a in main_function.arg_attrs]
     integer = ir.IntegerType.get_signless(32)
     for argument, output in aliases.items():
-        kept = {named.name: named.attr for named in attributes[argument]}
+        # a kernel's own donation mark names no output, and excludes one that does
+        kept = {n.name: n.attr for n in attributes[argument] if n.name != "jax.buffer_donor"}
         kept["tf.aliasing_output"] = ir.IntegerAttr.get(integer, output)
         attributes[argument] = ir.DictAttr.get(kept)
     main_function.arg_attrs = ir.ArrayAttr.get(attributes)
 
 
-def _describe(executable: Any) -> dict[str, Any]:
+def _describe(executable: Any, text: str) -> dict[str, Any]:
     memory = executable.get_compiled_memory_stats()
     (cost, *_) = costs if isinstance(costs := executable.cost_analysis(), list) else [costs]
-    try:
-        hlo, readable = executable.hlo_modules()[0].to_string(), True
-    except jax.errors.JaxRuntimeError:  # asynchronous SparseCore calls don't survive the way back
-        hlo, readable = "", False
-    lines = hlo.splitlines()
-    collectives = collections.Counter(m.group(1) for line in lines if (m := _COLLECTIVE.search(line)))
+    collectives, custom_calls, readable = _count_operations(executable, text)
     return {
         "hlo_readable": readable,
         "flops": cost.get("flops", 0.0),
@@ -103,9 +103,23 @@ def _describe(executable: Any) -> dict[str, Any]:
         "temp_bytes": memory.temp_size_in_bytes,
         "peak_bytes": memory.peak_memory_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
-        "collectives": dict(collectives),
-        "custom_calls": dict(collections.Counter(_CUSTOM_CALL.findall(hlo))),
+        "collectives": collectives,
+        "custom_calls": custom_calls,
     }
+
+
+def _count_operations(executable: Any, text: str) -> tuple[dict[str, int], dict[str, int], bool]:
+    """Collectives and custom calls, and whether of the compiled program: where this jaxlib cannot read back
+    asynchronous SparseCore calls, they are those of the program that was given to the compiler."""
+    try:
+        hlo = executable.hlo_modules()[0].to_string()
+    except jax.errors.JaxRuntimeError:
+        found = [name.replace("_", "-") for name in _STABLEHLO_COLLECTIVE.findall(text)]
+        targets, readable = _STABLEHLO_CUSTOM_CALL.findall(text), False
+    else:
+        found = [m.group(1) for line in hlo.splitlines() if (m := _COLLECTIVE.search(line))]
+        targets, readable = _CUSTOM_CALL.findall(hlo), True
+    return dict(collections.Counter(found)), dict(collections.Counter(targets)), readable
 
 
 if __name__ == "__main__":

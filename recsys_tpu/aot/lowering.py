@@ -28,6 +28,8 @@ def lower(
 ) -> str:
     """StableHLO text of `function`, a pure function of tensors to tensors.
 
+    Tensors that it captures, such as a module's buffers, become arguments behind `example_args`.
+
     Args:
         function: takes `example_args`, returns a tensor or a (nested) tuple of tensors.  It may compute
             gradients with torch.autograd.grad and call functional collectives; it must not change its
@@ -49,10 +51,11 @@ def lower(
 
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty(x.shape, dtype=x.dtype, device="tpu") for x in example_args]
-    placeholders = [tpu_torch_compile.placeholder(list(x.shape), x.dtype, False) for x in example_args]
     with _kernels_for(chip) if chip else nullcontext():
         graph = make_fx(function, tracing_mode="fake")(*fakes)
-        _move_to_tpu(graph)
+        _move_factories(graph)
+        arguments = [*example_args, *_lift_constants(graph)]
+        placeholders = [tpu_torch_compile.placeholder(list(x.shape), x.dtype, False) for x in arguments]
         with _build_only(tpu_torch_compile):
             module = export.fx_to_mlir(graph, placeholders).module
     return tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=False)
@@ -62,10 +65,10 @@ def lower(
 def _kernels_for(chip: str) -> Iterator[None]:
     """Pallas asks which chip a kernel is for."""
     import jax
-    from jax.sharding import AbstractDevice, AbstractMesh
 
-    device = AbstractDevice(device_kind=CHIPS[chip].device_kind, num_cores=1, platform="tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+    from recsys_tpu.kernels import chips
+
+    with jax.sharding.use_abstract_mesh(chips.CHIPS[chip].abstract_mesh()):
         yield
 
 
@@ -85,12 +88,26 @@ def _build_only(tpu_torch_compile: Any) -> Iterator[None]:
         tpu_torch_compile.traverse_and_compile = original
 
 
-def _move_to_tpu(graph: fx.GraphModule) -> None:
-    """Constants that the function makes on the CPU are part of the program."""
+def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
+    """Make arguments, behind the function's own, of the tensors that it captured; returns those."""
+    nodes = graph.graph.nodes
+    last_argument = [node for node in nodes if node.op == "placeholder"][-1]
+    lifted: list[Tensor] = []
+    for node in list(nodes):
+        if node.op != "get_attr":
+            continue
+        with graph.graph.inserting_after(last_argument):
+            last_argument = graph.graph.placeholder(f"lifted_{len(lifted)}")
+        node.replace_all_uses_with(last_argument)
+        graph.graph.erase_node(node)
+        lifted.append(getattr(graph, str(node.target)))
+    graph.recompile()
+    return lifted
+
+
+def _move_factories(graph: fx.GraphModule) -> None:
+    """Tensors that the function makes on the CPU are made on the device."""
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("tpu")}
-    for name, value in list(graph.__dict__.items()):
-        if isinstance(value, Tensor):
-            setattr(graph, name, value.to("tpu"))
     graph.recompile()
