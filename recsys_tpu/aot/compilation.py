@@ -44,8 +44,8 @@ class CompileReport:
     peak_bytes: int = 0
     code_bytes: int = 0
     hlo_readable: bool = True
-    """False where libtpu can't return the program it compiled (SparseCore kernels); the counts below are then
-    empty, not zero."""
+    """False where jaxlib can't read back what libtpu compiled (SparseCore kernels); the counts below are then
+    those of the program that was given to it."""
     collectives: dict[str, int] = field(default_factory=dict)
     """HLO collective -> how many of it."""
     custom_calls: dict[str, int] = field(default_factory=dict)
