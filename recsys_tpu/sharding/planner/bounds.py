@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
 from scipy.sparse import csc_matrix, vstack
 
+from recsys_tpu.sharding.planner.highs import INFINITY, minimise
 from recsys_tpu.sharding.planner.problem import EVERY, BoolArray, FloatArray, IntArray, Problem
 
 _DUAL_FUNCTIONS = (1, 2, 3, 4, 6)
@@ -169,27 +169,17 @@ class _Program:
         matrix[:, :-1] = np.array([*rows, *objective])[:, self._columns]
         matrix[len(rows) :, -1] = -1.0
         whole = vstack([csc_matrix(matrix), self._one_each], format="csc")
-        lp = highspy.HighsLp()
-        lp.num_row_, lp.num_col_ = whole.shape
-        lp.col_cost_ = np.append(np.zeros(len(self._columns)), 1.0)
-        lp.col_lower_ = np.zeros(lp.num_col_)
-        lp.col_upper_ = np.full(lp.num_col_, highspy.kHighsInf)
         slack = np.concatenate([np.full(len(rows), 1 + _EPS), np.zeros(len(objective))])
-        lp.row_lower_ = np.concatenate([np.full(len(slack), -highspy.kHighsInf), np.ones(self._tables)])
-        lp.row_upper_ = np.concatenate([slack, np.ones(self._tables)])
-        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = (
-            whole.indptr,
-            whole.indices,
-            whole.data,
+        one = np.ones(self._tables)
+        values = minimise(
+            np.append(np.zeros(len(self._columns)), 1.0),
+            whole,
+            np.concatenate([np.full(len(slack), -INFINITY), one]),
+            np.concatenate([slack, one]),
+            np.full(whole.shape[1], INFINITY),
         )
-        highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("threads", 1)
-        highs.passModel(lp)
-        highs.run()
-        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        if values is None:
             return None
-        values = np.array(highs.getSolution().col_value)
         weights = np.zeros(self._options)
         weights[self._columns] = values[:-1]
         return float(values[-1]), weights

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import highspy
 import numpy as np
 from scipy.sparse import coo_matrix
 
+from recsys_tpu.sharding.planner.highs import INFINITY, minimise
 from recsys_tpu.sharding.planner.problem import EVERY, GROUP, STRIPS, Assignment, Placement, Problem
 
 _MOST_VARIABLES = 320
@@ -49,10 +49,9 @@ def solve_exactly(problem: Problem, time_scale: float) -> Assignment | None:
         return None
     o, s = problem.options, problem.strips
     model = _Model(problem.ranks)
-    infinity = highspy.kHighsInf
     # Per rank: work + send, work + receive, work + bisection within the time; memory within the limit.
-    timed = [[model.row(-infinity, 0.0) for _ in range(problem.ranks)] for _ in range(3)]
-    memory = [model.row(-infinity, 1.0) for _ in range(problem.ranks)]
+    timed = [[model.row(-INFINITY, 0.0) for _ in range(problem.ranks)] for _ in range(3)]
+    memory = [model.row(-INFINITY, 1.0) for _ in range(problem.ranks)]
     for rows in timed:
         for row in rows:
             model.add(row, 0, -1.0)
@@ -104,7 +103,7 @@ def solve_exactly(problem: Problem, time_scale: float) -> Assignment | None:
         for rank in range(problem.ranks):
             if table in problem.allowed and not problem.allowed[table][rank]:
                 continue
-            once = model.row(-infinity, 1.0)
+            once = model.row(-INFINITY, 1.0)
             for units in _piece_widths(problem, table):
                 piece = model.column()
                 meaning.append((piece, table, -units, rank))
@@ -131,30 +130,16 @@ def _piece_widths(problem: Problem, table: int) -> list[int]:
 def _run(model: _Model) -> np.ndarray | None:
     rows, columns, values = (np.array(part) for part in zip(*model.entries, strict=True))
     matrix = coo_matrix((values, (rows, columns)), shape=(model.rows, model.columns)).tocsc()
-    lp = highspy.HighsLp()
-    lp.num_row_, lp.num_col_ = matrix.shape
-    lp.col_cost_ = np.append(1.0, np.zeros(model.columns - 1))
-    lp.col_lower_ = np.zeros(model.columns)
-    lp.col_upper_ = np.append(highspy.kHighsInf, np.ones(model.columns - 1))
-    lp.row_lower_ = np.array([low for low, _ in model.limits])
-    lp.row_upper_ = np.array([high for _, high in model.limits])
-    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-    lp.integrality_ = [highspy.HighsVarType.kContinuous] + [highspy.HighsVarType.kInteger] * (
-        model.columns - 1
+    binary = np.ones(model.columns - 1)
+    return minimise(
+        np.append(1.0, 0 * binary),
+        matrix,
+        np.array([low for low, _ in model.limits]),
+        np.array([high for _, high in model.limits]),
+        np.append(INFINITY, binary),
+        integer=[False] + [True] * len(binary),
+        nodes=_NODES,
     )
-    highs = highspy.Highs()
-    for name, value in (
-        ("output_flag", False),
-        ("threads", 1),
-        ("mip_rel_gap", 0.0),
-        ("mip_max_nodes", _NODES),
-    ):
-        highs.setOptionValue(name, value)
-    highs.passModel(lp)
-    highs.run()
-    if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return None
-    return np.array(highs.getSolution().col_value)
 
 
 def _assignment(problem: Problem, meaning: list[tuple[int, int, int, int]], values: np.ndarray) -> Assignment:

@@ -51,7 +51,7 @@ def _train(runtime: Runtime, case: Case, plan: Plan, ours: bool) -> Pieces:
     dmp.load_state_dict({f"ebc.{name}": value for name, value in initial_tables(case).items()})
     dense = dense_optimizer(dmp, case)
     for step in range(case.steps):
-        output = dmp.module.ebc(batch_of(case, step, runtime.rank))
+        output = dmp.module.ebc(batch_of(case, step, runtime.rank, runtime.world_size))
         names = output.keys()
         loss = loss_of(output.values(), names, dict(zip(names, output.length_per_key(), strict=True)))
         if dense is not None:

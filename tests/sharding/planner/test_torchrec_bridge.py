@@ -70,7 +70,7 @@ def _plan(ranks: int, hosts: int, kind: ShardingType) -> Plan:
 
 def _solver_plans(ranks: int, hosts: int) -> list[Plan]:
     """Plans that the solver makes when it may use one type only, or all."""
-    work = workload_of(Model(CASE), batch_per_rank=CASE.batch)
+    work = workload_of(Model(CASE), batch_per_rank=CASE.batch // ranks)
     topology = small_topology(ranks, hosts=hosts)
     group = topology.host_ranks
     choices = [(), (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE), (ShardingType.ROW_WISE,)]
@@ -92,7 +92,7 @@ def _check(tmp_path: Path, plans: list[Plan], world: int, device: str, ours: boo
         plan.save(path)
         files.append(str(path))
     results = on_ranks(TRAIN, world, device, case, files, ours)
-    expected = training.train_unsharded(case, world)["tables"]
+    expected = training.train_unsharded(case)["tables"]
     for index, plan in enumerate(plans):
         for name, value in expected.items():
             parts = [rank[index][name] for rank in results]
