@@ -195,28 +195,8 @@ def _with_less_memory(
     packing = best.packing
     fullest = float(packing.memory.max())
     proven = relaxed.memory_bound(allowed, fullest)
-    starts = [packing]
-    for share in (0.1, 0.3, 0.6):
-        memory = proven + share * (fullest - proven)
-        relaxation = relaxed.solve(allowed, memory)
-        if relaxation is not None:
-            choice = rounded(problem, relaxation.weights)
-            packed = pack(
-                problem, choice, Target(time=allowed, memory=memory, memory_limit=problem.memory_limit)
-            )
-            if packed is not None:
-                starts.append(packed)
-    target = Target(
-        time=allowed, memory=max(proven, 1.0), time_limit=allowed, memory_limit=problem.memory_limit
-    )
-    usable = relaxed.usable_at(allowed, problem.memory_limit)
-    for start in [start.copy() for start in starts]:
-        Balancer(problem, start, target).run(_balance_steps(problem))
-        search = LocalSearch(problem, usable, target, seed=effort.seed)
-        relieved = search.run(start, effort.steps, 1.0)
-        Balancer(problem, relieved, target).run(_balance_steps(problem))
-        if relieved.slowest() <= allowed * (1 + 1e-9) and relieved.memory.max() < packing.memory.max():
-            packing = relieved
+    if fullest > 1.02 * proven:
+        packing = _emptier(problem, relaxed, packing, allowed, proven, effort)
     return Solution(
         problem=best.problem,
         assignment=packing.assignment(),
@@ -225,3 +205,42 @@ def _with_less_memory(
         time_bound=bound,
         memory_bound=proven,
     )
+
+
+def _within(problem: Problem, relaxed: Relaxed, time: float, memory: float, effort: Effort) -> Packing | None:
+    """A packing whose every rank is within `time` seconds and `memory` bytes, if the search finds one."""
+    relaxation = relaxed.solve(time, memory)
+    if relaxation is None:
+        return None
+    target = Target(time=time, memory=memory, memory_limit=problem.memory_limit)
+    packing = pack(problem, rounded(problem, relaxation.weights), target)
+    if packing is None:
+        return None
+    Balancer(problem, packing, target).run(_balance_steps(problem))
+    search = LocalSearch(problem, relaxation.usable, target, seed=effort.seed)
+    packing = search.run(packing, effort.steps, 1.0)
+    Balancer(problem, packing, target).run(_balance_steps(problem))
+    return packing if packing.slowest() <= time * (1 + 1e-9) else None
+
+
+def _emptier(
+    problem: Problem, relaxed: Relaxed, packing: Packing, allowed: float, proven: float, effort: Effort
+) -> Packing:
+    """Plan for less memory from scratch where that works out, then relieve the fullest rank step by step."""
+    fullest = float(packing.memory.max())
+    for share in (0.08, 0.25, 0.5):
+        memory = proven + share * (fullest - proven)
+        relieved = _within(problem, relaxed, allowed, memory, effort)
+        if relieved is not None:
+            packing = relieved
+            break
+    target = Target(
+        time=allowed, memory=max(proven, 1.0), time_limit=allowed, memory_limit=problem.memory_limit
+    )
+    search = LocalSearch(problem, relaxed.usable_at(allowed, problem.memory_limit), target, seed=effort.seed)
+    for _ in range(2):
+        emptier = search.run(packing.copy(), effort.steps // 2, 1.0)
+        Balancer(problem, emptier, target).run(_balance_steps(problem))
+        if emptier.slowest() <= allowed * (1 + 1e-9) and emptier.memory.max() < packing.memory.max():
+            packing = emptier
+    return packing
