@@ -21,17 +21,19 @@ TIMEOUT_S = 280
 REPOSITORY = Path(__file__).parents[2]
 
 
-def on_ranks(function: str, world: int, device: str, *args: Any) -> list[Any]:
+def on_ranks(function: str, world: int, device: str, *args: Any, host_size: int | None = None) -> list[Any]:
     """`function(runtime, *args)` on each rank; results in the order of the ranks.
 
     function: "module:name", imported by each rank after its device is activated.
+    host_size: ranks that TorchRec takes to be on one host; all, when None.
     Fails with the output of the first rank that fails.
     """
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         (folder / "args").write_bytes(pickle.dumps(args))
         port = str(_free_port())
-        processes = [_start(rank, world, port, device, function, folder) for rank in range(world)]
+        local = host_size or world
+        processes = [_start(rank, world, local, port, device, function, folder) for rank in range(world)]
         try:
             _wait(processes, folder)
         finally:
@@ -42,16 +44,16 @@ def on_ranks(function: str, world: int, device: str, *args: Any) -> list[Any]:
 
 
 def _start(
-    rank: int, world: int, port: str, device: str, function: str, folder: Path
+    rank: int, world: int, local: int, port: str, device: str, function: str, folder: Path
 ) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local),
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % local),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }

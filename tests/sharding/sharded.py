@@ -25,8 +25,10 @@ OPTIMIZERS = {
 }
 
 
-def sharding_of(table: Any, world: int) -> Any:
+def sharding_of(table: Any, world: int, local: int | None = None) -> Any:
+    """TorchRec's generator of a sharding.  A table's ranks are hosts for types that spread over a host."""
     first = table.ranks[0] % world
+    hosts = [rank % (world // (local or world)) for rank in table.ranks]
     match table.sharding:
         case "table_wise":
             return plans.table_wise(rank=first)
@@ -35,9 +37,9 @@ def sharding_of(table: Any, world: int) -> Any:
         case "column_wise":
             return plans.column_wise(ranks=[rank % world for rank in table.ranks])
         case "table_row_wise":
-            return plans.table_row_wise(host_index=0)
+            return plans.table_row_wise(host_index=hosts[0])
         case "grid_shard":
-            return plans.grid_shard(host_indexes=[0])
+            return plans.grid_shard(host_indexes=list(dict.fromkeys(hosts)))
         case "data_parallel":
             return plans.data_parallel()
     raise AssertionError(table.sharding)
@@ -49,9 +51,17 @@ def shard(case: Case, runtime: Runtime, **sharder_options: Any) -> DistributedMo
     params = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": case.rate, "eps": 1e-8}
     sharder = TpuEmbeddingBagCollectionSharder(fused_params=params, **sharder_options)
     model = Model(case)
-    generators = {f"t{index}": sharding_of(table, world) for index, table in enumerate(case.tables)}
+    generators = {
+        f"t{index}": sharding_of(table, world, runtime.local_world_size)
+        for index, table in enumerate(case.tables)
+    }
     plan = plans.construct_module_sharding_plan(
-        model.ebc, generators, sharder=sharder, local_size=world, world_size=world, device_type=device.type
+        model.ebc,
+        generators,
+        sharder=sharder,
+        local_size=runtime.local_world_size,
+        world_size=world,
+        device_type=device.type,
     )
     for sharding in plan.values():
         if sharding.sharding_type != "data_parallel":

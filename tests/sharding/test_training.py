@@ -79,3 +79,40 @@ def check_equal(
             state = state.flatten() if case.optimizer == "rowwise_adagrad" else state
             got = training.assembled(pieces, state.shape).double()
             torch.testing.assert_close(got, state, rtol=rtol, atol=rtol)
+
+
+def drawn_case(seed: int, optimizer: str) -> Case:
+    """Tables of 1 to 100,000 rows and widths of 4 to 256, types and owners at random, for four ranks."""
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for index in range(int(rng.integers(2, 6))):
+        sharding = str(rng.choice(SHARDED))
+        rows = int(rng.choice([1, 2, 3, 5, 17, 1000, 100_000], p=[0.2, 0.1, 0.1, 0.2, 0.2, 0.15, 0.05]))
+        dim = int(4 * 2 ** rng.integers(0, 7))
+        owners = rng.permutation(4)[: 2 if dim >= 8 else 1]
+        # Two hosts of two ranks.  TorchRec's grid makes column blocks of 128: 256 columns take both.
+        if sharding == "grid_shard":
+            owners = np.array([0, 1]) if dim == 256 else owners[:1]
+        features = (f"f{index}",) if rng.random() < 0.5 else (f"f{index}", "shared")
+        drawn.append(
+            Table(rows, dim, features, sharding, ranks=tuple(owners.tolist()), mean=bool(rng.random() < 0.3))
+        )
+    return Case(
+        tuple(drawn),
+        optimizer=optimizer,
+        rate=2e-4 if optimizer == "sgd" else 0.02,  # wide rows have large gradients: no chaos
+        batch=16,
+        steps=6,
+        seed=seed,
+        same_id=bool(rng.random() < 0.2),
+        split_columns=("column_wise", "grid_shard"),
+        ahead=int(rng.integers(0, 3)),
+    )
+
+
+@pytest.mark.slow
+def test_drawn_tables_on_four_ranks_of_two_hosts() -> None:
+    cases = [drawn_case(seed, OPTIMIZERS[seed % 4]) for seed in range(16)]
+    results = on_ranks(TRAIN, 4, "cpu", cases, host_size=2)
+    for index, case in enumerate(cases):
+        check_equal(case, [rank[index] for rank in results], training.train_unsharded(case))

@@ -38,6 +38,9 @@ class Case:
     weighted: bool = False
     same_id: bool = False
     seed: int = 0
+    split_columns: tuple[str, ...] = (
+        "column_wise",
+    )  # types that make a column shard of each of a table's ranks
     ahead: int = 0  # batches that the host prepares ahead
 
     @property
@@ -138,7 +141,7 @@ def train_unsharded(case: Case) -> dict[str, Any]:
             ids = torch.cat([features[feature].values() for feature in table.features]).unique()
             with torch.no_grad():
                 gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                shards = len(table.ranks) if table.sharding == "column_wise" else 1
+                shards = len(table.ranks) if table.sharding in case.split_columns else 1
                 update(case, parameter, gradient, ids, states[name], step=step + 1, shards=shards)
     return {
         "losses": losses,
