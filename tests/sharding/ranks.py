@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 290
+TIMEOUT_S = 580
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -13,6 +13,7 @@ from tests.sharding.training import Case, Table
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         bool(requirements.problems()),
         reason=f"no emulated tpu device. Run: {requirements.INSTALL}",
