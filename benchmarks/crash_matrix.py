@@ -33,8 +33,8 @@ from typing import IO
 ROOT = Path(__file__).parent.parent
 MOMENTS = ("any", "any", "any", "any", "staged", "writing", "renaming", "renamed")
 POLL_S = 0.0005
-MAX_START_S = 120.0
-PEER_END_S = 60.0
+MAX_START_S = 900.0
+PEER_END_S = 120.0
 
 
 @dataclass
@@ -51,6 +51,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=1e9, help="no more kills after this time")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--checkpoint-every", type=int, default=5, help="steps")
@@ -87,7 +88,8 @@ def crash_matrix(arguments: argparse.Namespace, folder: Path) -> bool:
         )
         tally = Tally()
         run = folder / "runs" / "broken"
-        while sum(tally.kills.values()) < arguments.kills:
+        until = started + 60 * arguments.minutes
+        while sum(tally.kills.values()) < arguments.kills and time.perf_counter() < until:
             _start_and_kill(start("broken", resume="auto"), run, rng, tally)
             killed = sum(tally.kills.values())
             print(

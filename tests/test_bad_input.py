@@ -430,6 +430,7 @@ BAD_PLANS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other version": (lambda p: p.update(format_version=99), "format_version 99"),
     "no version": (lambda p: p.pop("format_version"), "format_version None"),
     "no tables": (lambda p: p.pop("tables"), "tables"),
+    "tables empty": (lambda p: p.update(tables=[]), "the plan has no tables"),
     "no topology": (lambda p: p.pop("topology"), "topology"),
     "topology a list": (lambda p: p.update(topology=[1]), "not a plan"),
     "topology of an unknown chip": (lambda p: p["topology"].update(chip="v99"), "chip"),

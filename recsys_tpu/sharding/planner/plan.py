@@ -110,6 +110,8 @@ class Plan:
         problems = []
         names = [table.name for table in self.tables]
         problems += [f"table {name} is there twice" for name in sorted(set(names)) if names.count(name) > 1]
+        if not self.tables:
+            raise PlanInputError("the plan has no tables")
         if self.row_group < 1:
             raise PlanInputError(f"row_group is {self.row_group}, must be at least 1")
         for table in self.tables:
