@@ -436,6 +436,7 @@ BAD_PLANS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "topology of an unknown chip": (lambda p: p["topology"].update(chip="v99"), "chip"),
     "tables a mapping": (lambda p: p.update(tables={"t0": 1}), "not a plan"),
     "table without name": (lambda p: p["tables"][0].pop("name"), "name"),
+    "table name null": (_table("name", None), "table name None is no text"),
     "unknown sharding type": (_table("sharding_type", "diagonal"), "diagonal"),
     "rows a text": (_table("rows", "many"), "not a plan"),
     "rows negative": (_table("rows", -5), "table t0: -5 rows"),

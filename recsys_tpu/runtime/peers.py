@@ -60,6 +60,7 @@ class PeerWatch:
         self._where, self._interval_s, self._grace_s = where, interval_s, grace_s
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._stopped = threading.Event()
+        self._failed = False
         self._thread: threading.Thread | None = None
         if self._world_size > 1:
             # a connection of its own: the main thread may sit in a call on the other one
@@ -69,7 +70,9 @@ class PeerWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; the run has ended well, or its error is being reported."""
+        """Stop watching; after a failure the watch goes on until the process has ended."""
+        if self._failed:
+            return
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * self._interval_s)
@@ -100,6 +103,7 @@ class PeerWatch:
         """Tell all ranks why this one ends; those that are stuck end too, and this one at the latest then."""
         if self._world_size == 1:
             return
+        self._failed = True
         try:
             if not self._store.check([_NOTE]):
                 self._store.set(_NOTE, f"rank {self._rank}: {message}")
@@ -143,11 +147,9 @@ class PeerWatch:
         if self._stopped.wait(self._grace_s):
             return
         step, phase = self._where()
-        print(
-            f"error: rank {self._rank} ends at step {step}, phase {phase}, where it is stuck: {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
+        stuck = "and does not come to its end" if self._failed else f"where it is stuck: {reason}"
+        text = f"error: rank {self._rank} ends at step {step}, phase {phase}, {stuck}"
+        print(text, file=sys.stderr, flush=True)
         os._exit(LostRankError.exit_status)  # the main thread does not come back from where it is
 
 

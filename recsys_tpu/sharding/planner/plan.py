@@ -208,7 +208,7 @@ class Plan:
                 made_for=dict(tree["made_for"]),
                 tables=tuple(
                     TablePlan(
-                        name=table["name"],
+                        name=_text(table["name"]),
                         rows=int(table["rows"]),
                         dim=int(table["dim"]),
                         kind=ShardingType(table["sharding_type"]),
@@ -252,6 +252,12 @@ class Plan:
             return cls.from_dict(tree)
         except PlanInputError as error:
             raise PlanInputError(f"{path}: {error}") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"table name {value!r} is no text")
+    return value
 
 
 def made_for(workload: Workload) -> dict[str, Any]:
