@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,16 +48,16 @@ from recsys_tpu.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 ALS_GRID: dict[str, list[Any]] = {
-    "factors": [16, 32, 64, 128],
-    "regularization": [0.01, 0.1, 1.0, 10.0],
-    "alpha": [0.5, 1.0, 2.0, 4.0],
+    "factors": [64, 128],
+    "regularization": [1.0, 10.0, 30.0],
+    "alpha": [1.0, 2.0],
     "iterations": [15],
 }
 BPR_GRID: dict[str, list[Any]] = {
-    "factors": [32, 64, 128],
-    "learning_rate": [0.005, 0.01, 0.03],
-    "regularization": [0.003, 0.01, 0.05],
-    "iterations": [50, 100, 200],
+    "factors": [64, 128],
+    "learning_rate": [0.005, 0.01, 0.02],
+    "regularization": [0.01, 0.03],
+    "iterations": [100],
 }
 Model = Callable[..., Any]
 
@@ -64,24 +66,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs/two_tower.yaml")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2, help="processes; each seed is one job")
     parser.add_argument("--output", type=Path, help="JSON of all results")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     quiet_libraries()
     console = Console(highlight=False)
     console.print(f"command: {' '.join(sys.argv)}\nmachine: {platform.machine()}, {os.cpu_count()} cores")
-    with tempfile.TemporaryDirectory() as folder:
-
-        def config(*more: str) -> Config:
-            return load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}", *more])
-
-        chosen = tune(config("data.evaluate_on=validation"), console)
-        results = run_all(config, range(1, arguments.seeds + 1), chosen, console)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
+        settings = (arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
+        seeds = range(1, arguments.seeds + 1)
+        others = pool.submit(run_others, *settings, seeds)
+        towers = [pool.submit(run_two_tower, *settings, seed) for seed in seeds]
+        tuned, results = others.result()
+        for name, found in tuned.items():
+            console.print(f"{name}: {found}")
+        results["two-tower"] = [tower.result() for tower in towers]
     show(results, console)
     if arguments.output:
         document = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "tuned": {name: options for name, (_, options) in chosen.items()},
+            "tuned": tuned,
             "results": {name: [metrics.as_dict() for metrics in runs] for name, runs in results.items()},
         }
         arguments.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -93,55 +101,48 @@ def task_of(config: Config) -> Iterator[RetrievalTask]:
         yield RetrievalTask(config, runtime)
 
 
-def tune(config: Config, console: Console) -> dict[str, tuple[Model, dict[str, Any]]]:
-    """The setting of each baseline with the best NDCG@10 on the validation split."""
-    chosen = {}
-    with task_of(config) as task:
+def run_others(
+    path: Path, overrides: list[str], seeds: range
+) -> tuple[dict[str, str], dict[str, list[RetrievalMetrics]]]:
+    """(what tuning chose, metrics of popularity, ALS and BPR on the test split)."""
+    chosen, tuned = {}, {}
+    with task_of(load_config(path, [*overrides, "data.evaluate_on=validation"])) as task:
         for name, model, grid in (
             ("implicit ALS", AlternatingLeastSquares, ALS_GRID),
             ("implicit BPR", BayesianPersonalizedRanking, BPR_GRID),
         ):
-            started, tried = time.perf_counter(), []
+            tried = []
             for values in itertools.product(*grid.values()):
                 options = dict(zip(grid, values, strict=True))
                 tried.append((baseline(task, model, options, seed=1).ndcg[10], options))
             best, options = max(tried, key=lambda pair: pair[0])
-            console.print(
-                f"{name}: {len(tried)} settings in {time.perf_counter() - started:.0f} s, validation NDCG@10 "
-                f"{best:.4f} with {options}"
-            )
+            tuned[name] = f"{len(tried)} settings, validation NDCG@10 {best:.4f} with {options}"
+            print(f"{name}: {tuned[name]}", flush=True)
             chosen[name] = (model, options)
-    return chosen
-
-
-def run_all(
-    config: Callable[..., Config],
-    seeds: range,
-    chosen: dict[str, tuple[Model, dict[str, Any]]],
-    console: Console,
-) -> dict[str, list[RetrievalMetrics]]:
-    results: dict[str, list[RetrievalMetrics]] = {}
-    with task_of(config("data.evaluate_on=test")) as task:
+    with task_of(load_config(path, [*overrides, "data.evaluate_on=test"])) as task:
         counts = np.bincount(task.log.items[task.holdout.train], minlength=len(task.log.item_keys))
-        results["popularity"] = [
-            task.evaluation.metrics_of_vectors(
-                np.ones((task.holdout.queries, 1), np.float32), counts[:, None].astype(np.float32)
-            )
-        ]
+        popularity = task.evaluation.metrics_of_vectors(
+            np.ones((task.holdout.queries, 1), np.float32), counts[:, None].astype(np.float32)
+        )
+        results = {"popularity": [popularity]}
         for name, (model, options) in chosen.items():
             results[name] = [baseline(task, model, options, seed=seed) for seed in seeds]
-    results["two-tower"] = []
-    for seed in seeds:
-        started = time.perf_counter()
-        settings = config("data.evaluate_on=test", f"run.seed={seed}", f"run.name=seed{seed}")
-        with Runtime.start(settings.runtime) as runtime:
-            trainer = Trainer(settings, runtime)
-            metrics = trainer.run()
-            trainer.close()
-        assert isinstance(metrics, RetrievalMetrics)
-        results["two-tower"].append(metrics)
-        console.print(f"two-tower, seed {seed}: {metrics} ({time.perf_counter() - started:.0f} s)")
-    return results
+    return tuned, results
+
+
+def run_two_tower(path: Path, overrides: list[str], seed: int) -> RetrievalMetrics:
+    quiet_libraries()
+    more = ["data.evaluate_on=test", f"run.seed={seed}", f"run.name=seed{seed}"]
+    config = load_config(path, [*overrides, *more])
+    started = time.perf_counter()
+    with Runtime.start(config.runtime) as runtime:
+        trainer = Trainer(config, runtime)
+        trainer.log.console.quiet = True
+        metrics = trainer.run()
+        trainer.close()
+    assert isinstance(metrics, RetrievalMetrics)
+    print(f"two-tower, seed {seed}: {metrics} ({time.perf_counter() - started:.0f} s)", flush=True)
+    return metrics
 
 
 def baseline(task: RetrievalTask, model: Model, options: dict[str, Any], *, seed: int) -> RetrievalMetrics:

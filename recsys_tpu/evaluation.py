@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,3 +49,35 @@ def predict(
     labels, predictions, weights = everything.numpy()
     valid = weights > 0
     return labels[valid], predictions[valid]
+
+
+def write_predictions(model: nn.Module, reader: ParquetReader, runtime: Runtime, path: Path) -> int:
+    """Write label and probability of every row that the reader yields; returns their number.
+
+    Batches are written as they come, under a temporary name that becomes `path` when all are there.
+
+    Raises:
+        DatasetError: see `ParquetReader`.
+    """
+    schema = pa.schema([("label", pa.int8()), ("probability", pa.float32())])
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = 0
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), pq.ParquetWriter(partial, schema) as writer:
+            for batch in reader.epoch(0):
+                on_device = batch.dense_to(runtime.device)
+                with runtime.autocast():
+                    logits = model(on_device.dense, on_device.sparse)
+                valid = batch.weights > 0
+                probability = logits.float().cpu()[valid].sigmoid().numpy()
+                labels = batch.labels[valid].numpy().astype(np.int8)
+                writer.write_table(pa.table([labels, probability], schema=schema))
+                rows += len(labels)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+        model.train(was_training)
+    return rows

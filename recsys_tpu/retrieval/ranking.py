@@ -27,6 +27,7 @@ def rank_catalogue(
         places ``[E, T]`` int64, 0 for the best item; equal scores are ordered by item id. Places of
         filling are meaningless.
         scores ``[E, k]`` and item ids ``[E, k]``, best first; -inf and -1 where fewer items are left.
+        Which of equal scores comes first, and whether it is among the `k`, is the device's choice.
     """
     scores_EM = query_ED @ items_MD.T
     nowhere_E1 = scores_EM.new_full((len(scores_EM), 1), -torch.inf)

@@ -125,9 +125,15 @@ def recall_at_50(directory: Path) -> float:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    one, two = command(tmp_path, "one"), command(tmp_path, "two", ranks=2)
+def test_two_ranks_and_the_emulated_device_train_as_one_rank_on_the_cpu(
+    tmp_path: Path, tpu: torch.device
+) -> None:
+    one = command(tmp_path, "one")
+    two = command(tmp_path, "two", ranks=2)
+    emulated = command(tmp_path, "emulated", "runtime.device=tpu-emulated")
     assert len(one) == 12
     assert two == pytest.approx(one, rel=1e-5)
+    assert emulated == pytest.approx(one, rel=1e-5)
     expected = recall_at_50(tmp_path / "runs/one")
-    assert recall_at_50(tmp_path / "runs/two") == pytest.approx(expected, abs=2e-3)
+    for name in ("two", "emulated"):
+        assert recall_at_50(tmp_path / "runs" / name) == pytest.approx(expected, abs=2e-3)
