@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recsys_tpu.emulation import requirements
 from recsys_tpu.sharding.planner import (
     Effort,
     Plan,
@@ -120,6 +121,9 @@ def test_every_type_and_the_solvers_plans_train_with_torchrecs_own_sharder(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    bool(requirements.problems()), reason=f"no emulated tpu device. Run: {requirements.INSTALL}"
+)
 @pytest.mark.parametrize(("world", "hosts"), [(1, 1), (2, 1), (4, 2)])
 def test_the_solvers_plans_train_on_the_emulated_device(tmp_path: Path, world: int, hosts: int) -> None:
     plans = _solver_plans(world, hosts) if world > 1 else _solver_plans(1, 1)[:1]

@@ -8,7 +8,7 @@ from torch import device, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.perf_models import NoopPerfModel, NoopStorageModel
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -35,7 +35,9 @@ def _topology(ranks: int, hbm: int) -> Topology:
     return Topology(world_size=ranks, local_world_size=4, compute_device="cuda", hbm_cap=hbm)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_never_worse_than_torchrecs_planner(seed: int, ranks: int) -> None:
     module = nn.ModuleDict({"ebc": _model(seed, 6 + seed)})
@@ -44,8 +46,6 @@ def test_never_worse_than_torchrecs_planner(seed: int, ranks: int) -> None:
     theirs = EmbeddingShardingPlanner(topology=topology, batch_size=256)
     theirs.plan(module, sharders)
     mine = TorchRecCostPlanner(topology=topology, batch_size=256)
-    chosen: list[ShardingOption] = []
-
     plan = mine.plan(module, sharders)
     constrained = mine._storage_reservation.reserve(
         topology=topology, batch_size=256, module=module, sharders=sharders, constraints=None
