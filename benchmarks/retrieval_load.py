@@ -65,11 +65,13 @@ async def load(url: str, users: list[int | str], clients: int, *, seconds: float
         while time.perf_counter() < end:
             user = users[rng.integers(len(users))]
             started = time.perf_counter()
-            answer = await client.post("/recommend", json={"user": user, "k": 10})
-            if answer.status_code == 200:
-                latencies.append(time.perf_counter() - started)
-            else:
+            try:
+                answer = await client.post("/recommend", json={"user": user, "k": 10})
+                answer.raise_for_status()
+            except httpx.HTTPError:
                 failed += 1
+            else:
+                latencies.append(time.perf_counter() - started)
 
     async with httpx.AsyncClient(base_url=url, timeout=30.0) as client:
         await asyncio.gather(*(one(seed, client) for seed in range(clients)))

@@ -140,7 +140,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     from recsys_tpu.retrieval.service import create_app
 
     app = create_app(Recommender(arguments.bundle, arguments.index))
-    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
+    # longer than clients and proxies keep an idle connection, so that none sends into a closed one
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning", timeout_keep_alive=75)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,10 @@ class TpuEmbeddingShardingPlanner(ShardingPlanner):
         for table in specs:
             given = self._constraints.get(table.name)
             if given is not None and given.pooling_factors:
-                factors |= dict(zip(table.feature_names, given.pooling_factors, strict=True))
+                # TorchRec's default is one factor, also for a table that several features read
+                several = len(given.pooling_factors) > 1
+                given_factors = given.pooling_factors * (1 if several else len(table.feature_names))
+                factors |= dict(zip(table.feature_names, given_factors, strict=True))
         workload = workload_of(
             module,
             batch_per_rank=self._batch_size,
