@@ -53,6 +53,11 @@ class Program:
         return self.op in OPTIMIZERS
 
     @property
+    def kernel(self) -> str:
+        """Name that its kernel has in the compiler's dumps."""
+        return f"fused_{OPTIMIZERS[self.op].optimizer.value}" if self.is_update else "pooled_lookup"
+
+    @property
     def row_bytes(self) -> int:
         """Of a table row as it is stored."""
         return self.dim * (2 if self.table == "packed" else 4)

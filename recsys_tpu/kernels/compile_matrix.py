@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import os
+import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from recsys_tpu.kernels.ahead_of_time import compile_for, memory_of
 from recsys_tpu.kernels.arg_specs import MATRIX, Program, kernels_for
 from recsys_tpu.kernels.chips import CHIPS, Chip
+from recsys_tpu.kernels.schedule import dump_flags, loops_of
 
 
-def compile_program(program: Program, chip: Chip) -> dict[str, object]:
-    """Name, seconds, memory [bytes], and the compiler's error if there is one."""
+def compile_program(program: Program, chip: Chip, schedules: Path | None = None) -> dict[str, object]:
+    """Name, seconds, memory [bytes], and the compiler's error if there is one.
+
+    schedules: the folder in which the compiler leaves the loops of TensorCore kernels; they are added.
+    """
     start = time.perf_counter()
     result: dict[str, object] = {"name": program.name, "chip": chip.name}
     try:
         function = program.function(kernels_for(chip))
         compiled = compile_for(chip, function, program.arguments(), donate=program.donate())
         result |= asdict(memory_of(compiled))
+        if schedules is not None:
+            result["loops"] = [asdict(loop) for loop in loops_of(schedules, program.kernel)]
     except Exception as error:  # the compiler's errors have no common type
         result["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return result | {"seconds": round(time.perf_counter() - start, 1)}
@@ -35,15 +43,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="compile the kernel matrix ahead of time")
     parser.add_argument("chip", choices=sorted(CHIPS))
     parser.add_argument("names", nargs="*", help="programs (default: all)")
-    options = parser.parse_args()
+    parser.add_argument("--schedules", action="store_true", help="TensorCore kernels: add their loops")
+    parser.add_argument("--ids", type=int, help="ids a step, instead of the matrix's")
+    parser.add_argument("--bags", type=int, help="bags a step, instead of the matrix's")
+    options = parser.parse_intermixed_args()
     unknown = set(options.names) - {program.name for program in MATRIX}
     if unknown:
         parser.error(f"no such program: {', '.join(sorted(unknown))}")
     chip = CHIPS[options.chip]
-    for program in MATRIX:
-        if (not options.names or program.name in options.names) and program.supported_on(chip):
-            print(json.dumps(compile_program(program, chip)), flush=True)
-    sys.stdout.flush()
+    with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
+        schedules = Path(folder) if options.schedules else None
+        if schedules is not None:
+            os.environ["LIBTPU_INIT_ARGS"] = dump_flags(schedules)  # read when libtpu is loaded, below
+        for program in MATRIX:
+            if (options.names and program.name not in options.names) or not program.supported_on(chip):
+                continue
+            sized = replace(program, ids=options.ids or program.ids, bags=options.bags or program.bags)
+            print(json.dumps(compile_program(sized, chip, schedules)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""What the kernels ask of a chip, beside the floor: nothing here is a measured speed.
+
+    python -m recsys_tpu.kernels.report [--chip v6e ...]
+
+HBM bytes are counted from how the kernels walk (`traffic`); temporaries and aliasing are the compiler's
+figures; bundles are static cycles of a TensorCore kernel's loops, without waiting for memory (SparseCore
+programs leave no schedule).  The peer of an update is what autograd makes of a plain lookup: a gradient as
+large as the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from recsys_tpu.kernels.arg_specs import MATRIX, Program
+from recsys_tpu.kernels.chips import CHIPS, Chip
+from recsys_tpu.kernels.tensorcore import update, windows
+from recsys_tpu.kernels.traffic import dense_gradient_traffic, traffic
+
+IDS, BAGS = 81_920, 16_384  # pooling factor 5
+UNIQUE = 65_536  # distinct rows among the ids: a fifth are repeats
+NAMES = (
+    "pooled-float32-32",
+    "pooled-float32-128",
+    "pooled-packed-128",
+    "sgd-float32-128",
+    "rowwise_adagrad-float32-32",
+    "rowwise_adagrad-float32-128",
+    "rowwise_adagrad-packed-128",
+    "adam-float32-128",
+)
+GOALS = (
+    "goals: bytes 1.25x the floor; TensorCore, dim 128 float32: 5 bundles an id (lookup), 16 a row (update)"
+)
+
+
+def bundles_per_id(loops: list[dict[str, int]]) -> float:
+    """Of the loop that starts one window's copies while it sums the last: ids of `windows.UNROLL` a body."""
+    return [loop for loop in loops if loop["depth"] == 3][-1]["bundles"] / windows.UNROLL
+
+
+def bundles_per_row(loops: list[dict[str, int]]) -> float:
+    """Of a touched row in an update: reading it, stepping it, writing it back; `update.UNROLL` a body."""
+    deepest = max(at for at, loop in enumerate(loops) if loop["depth"] == 3)
+    reads = [loop for loop in loops[:deepest] if loop["depth"] == 2 and loop["copies_in"]]
+    after = [loop for loop in loops[deepest + 1 :] if loop["depth"] == 2]
+    step = next(loop for loop in after if loop["loads"])
+    write = max(after, key=lambda loop: loop["copies_out"])
+    return (reads[1]["bundles"] + step["bundles"] + write["bundles"]) / update.UNROLL
+
+
+def measure(chip: Chip, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Compiles the programs in a process of their own; results by name."""
+    command = [sys.executable, "-m", "recsys_tpu.kernels.compile_matrix", chip.name, *names]
+    command += ["--ids", str(IDS), "--bags", str(BAGS)]
+    if not chip.sparsecores:
+        command.append("--schedules")
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if run.returncode:
+        raise RuntimeError(f"compiling for {chip.name} failed: {run.stderr[-500:]}")
+    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return {result["name"]: result for result in results}
+
+
+def row(program: Program, chip: Chip, result: dict[str, Any]) -> list[str]:
+    """A line of the report."""
+    if "error" in result:
+        return [program.name, "does not compile", *[""] * 5, result["error"][:40]]
+    counted = traffic(program, chip, ids=IDS, unique=UNIQUE)
+    loops = result.get("loops") or []
+    deep = [loop for loop in loops if loop["depth"] == 3]
+    bundles = ""
+    if deep:
+        bundles = f"{bundles_per_id(loops):.1f} an id"
+        if program.is_update:
+            bundles += f", {bundles_per_row(loops):.1f} a row"
+    peer = ""
+    if program.is_update:
+        dense = dense_gradient_traffic(program, ids=IDS)
+        peer = f"{dense.issued / counted.issued:,.0f}x"
+    in_place = "yes" if result["aliased"] == program.donated_bytes() else "NO"
+    return [
+        program.name,
+        f"{counted.issued / 1e6:,.1f}",
+        f"{counted.floor / 1e6:,.1f}",
+        f"{counted.ratio:.2f}",
+        f"{counted.issued / chip.hbm_gb_per_second / 1e3:,.0f}",
+        f"{result['temporaries'] / 1e6:.1f}" + (f", in place {in_place}" if program.is_update else ""),
+        bundles,
+        peer,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="HBM bytes, temporaries and static bundles of the kernels")
+    parser.add_argument("--chip", action="append", choices=sorted(CHIPS), help="default: v5e and v6e")
+    options = parser.parse_args()
+    console = Console(width=150)
+    console.print(f"{IDS:,} ids in {BAGS:,} bags, {UNIQUE:,} distinct rows of a table of 2^20; {GOALS}")
+    for name in options.chip or ["v5e", "v6e"]:
+        chip = CHIPS[name]
+        programs = [p for p in MATRIX if p.name in NAMES and p.supported_on(chip)]
+        results = measure(chip, tuple(program.name for program in programs))
+        variant = "SparseCore" if chip.sparsecores else "TensorCore"
+        table = Table(title=f"{chip.name}, {variant} kernels: counted and compiled, not run")
+        columns = ("program", "MB", "floor MB", "ratio", "us at HBM peak", "temporaries MB", "bundles")
+        for column in (*columns, "dense gradient"):
+            table.add_column(column, justify="left" if column in ("program", "bundles") else "right")
+        for program in programs:
+            table.add_row(*row(_sized(program), chip, results[program.name]))
+        console.print(table)
+
+
+def _sized(program: Program) -> Program:
+    return replace(program, ids=IDS, bags=BAGS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""HBM bytes of a program: what its kernels ask for, counted from how they walk, and the floor.
+
+The floor is what no implementation avoids: every id's row read once (or, in an update, every distinct row
+and its state read and written once), one index and weight an id, outputs or gradients once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recsys_tpu.kernels.arg_specs import Program
+from recsys_tpu.kernels.chips import Chip
+from recsys_tpu.kernels.flat_rows import LINE
+
+WORD = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes a step, for `ids` valid ids and `unique` distinct rows."""
+
+    issued: int
+    floor: int
+
+    @property
+    def ratio(self) -> float:
+        return self.issued / self.floor
+
+
+def traffic(program: Program, chip: Chip, *, ids: int, unique: int) -> Traffic:
+    """Of the variant that the dispatcher picks on `chip`."""
+    return _update(program, chip, ids, unique) if program.is_update else _lookup(program, chip, ids)
+
+
+def dense_gradient_traffic(program: Program, *, ids: int) -> Traffic:
+    """Of an update by a dense gradient of the table, as autograd of a plain lookup leaves it (SGD).
+
+    Zeros written, rows scattered (read and written) an id, then gradient and table read, table written.
+    """
+    table, row = program.rows * program.row_bytes, program.dim * WORD
+    issued = 4 * table + ids * (3 * row + 2 * WORD)
+    return Traffic(issued, _update_floor(program, ids, min(ids, program.rows)))
+
+
+def _per_id(program: Program) -> int:
+    """Index, segment and weight."""
+    return WORD * (3 if program.weighted else 2)
+
+
+def _read_row(program: Program, chip: Chip) -> int:
+    """A TensorCore copies whole lines of 128 words."""
+    return program.row_bytes if chip.sparsecores else max(program.row_bytes, LINE * WORD)
+
+
+def _lookup(program: Program, chip: Chip, ids: int) -> Traffic:
+    output = program.bags * program.dim * WORD
+    issued = ids * (_read_row(program, chip) + _per_id(program)) + output + program.bags * WORD
+    if chip.sparsecores and program.dim % LINE:
+        issued += 2 * output  # XLA brings the linear output into its tiled layout
+    if not chip.sparsecores and program.table == "packed":
+        issued += 2 * output  # the halves are interleaved again
+    index = WORD * (2 if program.weighted else 1)
+    return Traffic(issued, ids * (program.row_bytes + index) + output + program.bags * WORD)
+
+
+def _update(program: Program, chip: Chip, ids: int, unique: int) -> Traffic:
+    gradient_row, touched = program.dim * WORD, program.row_bytes + program.state_bytes
+    by_kernel = chip.sparsecores or (program.table == "float32" and program.dim % LINE == 0)
+    if by_kernel:
+        issued = ids * (gradient_row + _per_id(program)) + unique * (2 * touched + 2 * WORD)
+    else:  # XLA: unpooled gradients written and summed into rows; whole lines read twice, written once
+        line = max(LINE * WORD, program.row_bytes)
+        issued = ids * (4 * gradient_row + _per_id(program)) + unique * (3 * line + 4 * gradient_row)
+        issued += unique * 3 * (line * (program.state_bytes // gradient_row) or WORD)
+    return Traffic(issued, _update_floor(program, ids, unique))
+
+
+def _update_floor(program: Program, ids: int, unique: int) -> int:
+    gradients = program.bags * program.dim * WORD
+    index = WORD * (2 if program.weighted else 1)
+    return gradients + ids * index + unique * (2 * (program.row_bytes + program.state_bytes) + WORD)
