@@ -31,6 +31,8 @@ def pooled_lookup(
     block: bags summed together; window: ids whose rows are in flight together.
     """
     packed = flat.dtype == jnp.int32
+    if flat.shape[0] % LINE:
+        raise ValueError(f"a TensorCore reads tables of whole lines ({LINE} words): pad its {flat.shape[0]}")
     block = min(block, -(-num_bags // 8) * 8)
     words, blocks = stored_words(flat, dim), -(-num_bags // block)
     sizes = Sizes(words, block, blocks, packed, weights is not None, window)
