@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.all_to_all import children, interpreted
 
-SECONDS_EACH = 60
+SECONDS_EACH = 120
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
     return children.run(interpreted.__name__, names, seconds_each=SECONDS_EACH)
 
 
-@pytest.mark.timeout(SECONDS_EACH * 8)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "proof",
     [
