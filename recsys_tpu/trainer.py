@@ -25,6 +25,7 @@ from recsys_tpu.preemption import StopVote
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.runtime.peers import PeerWatch
+from recsys_tpu.sharding.canonical_state import canonical_state, restore_state
 from recsys_tpu.sharding.placement import shard_model
 from recsys_tpu.step_timer import StepTimer
 from recsys_tpu.tasks import Metrics, Task, build_task
@@ -271,8 +272,8 @@ class Trainer:
         tensors = self._tensors()
         load_tensors(checkpoint, tensors)
         self.model.load_state_dict(tensors["model"])
-        current = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({**current, "state": tensors["optimizer"]})
+        restore_state(self.model, tensors["optimizer"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict())  # restored in place; takes it over
         self.task.load_state(tensors["task"])
         self.step = state.step
 
@@ -287,7 +288,7 @@ class Trainer:
     def _tensors(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict()["state"],
+            "optimizer": canonical_state(self.model, self.optimizer.state_dict()["state"]),
             "task": self.task.state(),
         }
 
