@@ -1,4 +1,4 @@
-"""What a run says: a progress bar, `metrics.jsonl` and TensorBoard. Only rank 0 writes."""
+"""What a run says: a progress bar, `metrics.jsonl`, TensorBoard and `metrics.prom`. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from recsys_tpu.prometheus import write_gauges
+
 
 class RunLog:
     """One per process; on ranks other than 0 every call does nothing."""
@@ -22,6 +24,8 @@ class RunLog:
             return
         directory.mkdir(parents=True, exist_ok=True)
         self._jsonl = (directory / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._gauges: dict[str, float] = {}
+        self._gauges_file, self._run_name = directory / "metrics.prom", directory.name
         self._board = SummaryWriter(str(directory / "tensorboard"))
         self._progress: Progress | None = None
 
@@ -51,13 +55,16 @@ class RunLog:
             self.console.print(text)
 
     def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl and the numbers to TensorBoard."""
+        """Append one line to metrics.jsonl, and the numbers to TensorBoard and metrics.prom."""
         if not self._active:
             return
         self._jsonl.write(json.dumps({"event": kind, "step": step, "time": time.time(), **values}) + "\n")
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
+                self._gauges[f"{kind}_{name}"] = value
+        self._gauges["step"] = step
+        write_gauges(self._gauges_file, self._gauges, {"run": self._run_name})
 
     def train_steps(self, *, step: int, total: int, losses: list[float], values: dict[str, float]) -> None:
         """Log the steps up to `step` (their losses in order) with rates and phase times."""
