@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 
 import torch
@@ -20,11 +21,15 @@ class StopVote:
     for it, and every rank sees the same sum at the same step.
     """
 
-    def __init__(self) -> None:
-        """Collective: makes a process group of its own."""
+    def __init__(self, *, timeout_s: float) -> None:
+        """Collective: makes a process group of its own, whose votes fail after `timeout_s` (torch's default
+        of 30 minutes would hide a hung rank for that long).
+        """
         self._asked = threading.Event()
         self._alone = dist.get_world_size() == 1
-        self._group = None if self._alone else dist.new_group(backend="gloo")
+        self._group = (
+            None if self._alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        )
         self._votes: torch.Tensor | None = None
         self._sent: dist.Work | None = None
 
