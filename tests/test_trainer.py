@@ -180,3 +180,22 @@ def test_a_plan_made_for_other_tables_is_refused(tmp_path: Path, start: Any) -> 
 def test_a_topology_of_other_size_is_refused(tmp_path: Path, start: Any) -> None:
     with pytest.raises(ConfigError, match="v6e:2x2 has 4 ranks but the run has 1"):
         start(tiny(tmp_path, sharding__topology="v6e:2x2"))
+
+
+def test_the_emulated_device_trains_as_the_cpu(tmp_path: Path, start: Any, tpu: torch.device) -> None:
+    on_cpu = tiny(tmp_path, train__max_steps=40)
+    start(on_cpu).run()
+    emulated = tiny(
+        tmp_path,
+        train__max_steps=40,
+        run__name="emulated",
+        runtime__device="tpu-emulated",
+        runtime__compile=True,
+    )
+    trainer = start(emulated)
+    before = state(trainer)
+    trainer.run()
+    assert losses(emulated) == pytest.approx(losses(on_cpu), rel=1e-4)
+    after = state(trainer)
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    assert {value.device.type for value in after.values()} == {"tpu"}
