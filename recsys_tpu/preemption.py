@@ -6,11 +6,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+
+from recsys_tpu.runtime.process_group import new_host_group
 
 
 class StopVote:
@@ -21,15 +22,11 @@ class StopVote:
     for it, and every rank sees the same sum at the same step.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        """Collective: makes a process group of its own, whose votes fail after `timeout_s` (torch's default
-        of 30 minutes would hide a hung rank for that long).
-        """
+    def __init__(self) -> None:
+        """Collective: makes a process group of its own."""
         self._asked = threading.Event()
         self._alone = dist.get_world_size() == 1
-        self._group = (
-            None if self._alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        )
+        self._group = None if self._alone else new_host_group()
         self._votes: torch.Tensor | None = None
         self._sent: dist.Work | None = None
 

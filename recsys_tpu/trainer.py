@@ -47,7 +47,7 @@ class Trainer:
         self.schedule = LearningRateSchedule(self.optimizer, config.optimizer.schedule, self.total_steps)
         self.store = CheckpointStore(self.directory / "checkpoints", keep=config.train.keep_checkpoints)
         self.timer = StepTimer(runtime.synchronize)
-        self.stop = StopVote(timeout_s=runtime.settings.collective_timeout_s)
+        self.stop = StopVote()
         self.spikes = SpikeWatch()
         self.step = self._first_step = 0
         self.peers = PeerWatch(lambda: (self.step + 1, self.timer.current))

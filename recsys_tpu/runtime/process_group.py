@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from recsys_tpu.runtime.settings import DeviceKind
@@ -89,4 +90,17 @@ def start(kind: DeviceKind, ranks: Ranks, *, timeout_s: float) -> dist.ProcessGr
     )
     group = dist.group.WORLD
     assert group is not None
+    return group
+
+
+def new_host_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A gloo group of its own for `ranks` (default: all), with the timeout of the run's default group.
+
+    Collective.  torch's own default for a new group, 30 minutes, would hide a hung rank for that long.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
+    group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
     return group

@@ -17,13 +17,14 @@ from torchrec.distributed.types import Awaitable, EnumerableShardingSpec, Parame
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_tpu.embeddings.capacity import Capacities, MaxOverRanks
+from recsys_tpu.runtime.process_group import new_host_group
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, used by nothing else: its collectives may run beside the device's."""
     if group.size() == 1:
         return group
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    return new_host_group(dist.get_process_group_ranks(group))
 
 
 def placed_on(sharding: ParameterSharding, device: torch.device) -> ParameterSharding:
