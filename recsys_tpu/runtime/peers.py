@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from recsys_tpu.errors import LostRankError
+from recsys_tpu.errors import LostRankError, UserError
 
 _INTERVAL_S = 1.0
 _SILENT_S = 5.0
 _GRACE_S = 8.0
 _NOTE = "peers/failed"
+_GONE = "is gone or stopped"
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ class PeerWatch:
             self._thread.join(timeout=2 * self._interval_s)
 
     def explain(self, error: BaseException) -> LostRankError | None:
-        """The error to raise in place of `error` if that is a failed collective; tells the other ranks.
+        """The error to raise in place of `error` if another rank is behind it; tells the other ranks.
 
         Takes up to a few seconds: a rank that has died is known by its silence.
         """
-        if self._world_size == 1 or not _is_lost_connection(error):
+        if self._world_size == 1 or isinstance(error, UserError):
             return None
         mine = self._place()
         time.sleep(_SILENT_S + self._interval_s)  # by now a living rank has published again
@@ -91,6 +92,8 @@ class PeerWatch:
             for rank in range(self._world_size)
             if rank != self._rank and (finding := self._finding(rank, mine))
         ]
+        if not _is_lost_connection(error) and not any(_GONE in finding for finding in findings):
+            return None
         message = (
             f"rank {self._rank} waited in vain in {mine.collective}, step {mine.step}, phase {mine.phase}: "
             f"{'; '.join(findings) or 'every other rank is alive and at the same place'}. "
@@ -120,7 +123,7 @@ class PeerWatch:
             return "rank 0 is gone, and with it what the others said"
         silent = time.time() - place.time
         if silent > _SILENT_S:
-            return f"rank {rank} is gone or stopped: silent for {silent:.0f} s, last at {place}"
+            return f"rank {rank} {_GONE}: silent for {silent:.0f} s, last at {place}"
         if (place.step, place.collectives) != (mine.step, mine.collectives) or place.phase != mine.phase:
             return f"rank {rank} is alive, but at {place} (last collective: {place.collective})"
         return None
@@ -174,5 +177,6 @@ def last_collective() -> tuple[str, int]:
 def _is_lost_connection(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
+    # gloo's errors come as plain RuntimeErrors
     signs = ("Timed out waiting", "closed by peer", "reset by peer", "Broken pipe")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
