@@ -6,7 +6,8 @@ import math
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.runtime.peers import PeerWatch
 from recsys_tpu.sharding.canonical_state import canonical_state, restore_state
+from recsys_tpu.sharding.pipeline import host_times, prepared_ahead
 from recsys_tpu.sharding.placement import shard_model
 from recsys_tpu.step_timer import StepTimer
 from recsys_tpu.tasks import Metrics, Task, build_task
@@ -167,13 +169,17 @@ class Trainer:
         per_epoch = self.task.batches_per_epoch
         while self.step < self.total_steps:
             epoch, start = divmod(self.step, per_epoch)
-            batches = self.task.batches(epoch, start=start)
-            while self.step < self.total_steps:
-                with self.timer.phase("data"):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                yield batch
+            left = min(per_epoch - start, self.total_steps - self.step)
+            read = islice(self.task.batches(epoch, start=start), left)
+            # the ids of the next two batches are exchanged and sorted beside this step
+            ready = prepared_ahead(self.model, read, features_of=lambda batch: batch.sparse)
+            with closing(ready):
+                while True:
+                    with self.timer.phase("data"):
+                        batch = next(ready, None)
+                    if batch is None:
+                        break
+                    yield batch
 
     def _train_step(self, batch: Any) -> Tensor:
         """One optimizer step; returns this rank's share of the global mean loss (on the device)."""
@@ -314,6 +320,8 @@ class Trainer:
         watch = self.runtime.compile_watch
         breakdown = ", ".join(f"{name} {value:.2f}" for name, value in phases.items())
         self.log.message(f"ms a step: {breakdown} (the table update is part of backward)")
+        overlap = host_times(self.model).overlap
+        self.log.message(f"preparation of ids: {overlap:.0%} of it ran beside the steps")
         self.log.message(
             f"compilation: {watch.first_step_compile_s:.1f} s in the first step, "
             f"{len(watch.after_warmup)} recompilations after step {watch.warmup_steps}"
@@ -325,6 +333,7 @@ class Trainer:
                 **{f"ms_{name}": value for name, value in phases.items()},
                 "first_step_compile_s": watch.first_step_compile_s,
                 "recompilations": len(watch.after_warmup),
+                "preparation_overlap": overlap,
             },
         )
 

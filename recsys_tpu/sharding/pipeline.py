@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ def prepared_ahead(
     *,
     depth: int = DEPTH,
     features_of: FeaturesOf = sparse_features,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yields `batches`, with the host's part of the next `depth` of them begun on a thread.
 
     The model must pass the very object that `features_of` returns to its embedding collections; a
