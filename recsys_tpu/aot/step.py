@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from recsys_tpu.config import Config, DenseOptimizerConfig, DLRMConfig
+from recsys_tpu.embeddings.stacks import storage_rows
 from recsys_tpu.errors import ConfigError
 from recsys_tpu.kernels import LookupBatch, Optimizer, OptimizerSpec, ops, pooled_lookup
 from recsys_tpu.kernels.optimizer import HYPER_SIZE
@@ -97,6 +98,7 @@ def build_step(
     dim = config.model.embedding_dim
     features = len(num_embeddings)
     rows, tables = rows_of_fullest_rank(num_embeddings, world_size)
+    rows = storage_rows(rows)
     model = build_dlrm(
         num_embeddings,
         embedding_dim=dim,

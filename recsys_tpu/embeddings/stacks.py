@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recsys_tpu.kernels.optimizer import OptimizerSpec
 
+LINE = 128  # words of HBM that a TensorCore reads at once
 MAX_STACK_BYTES = 16 << 30  # the SparseCore compiler refuses larger tensors
 MAX_STACK_ELEMENTS = (1 << 31) - 1  # element offsets inside a program are int32
 
@@ -50,13 +51,21 @@ class TableStack:
         for index, table in tables:
             self.first_rows[index] = rows
             rows += table.rows
-        # A shard may have no rows (more ranks than rows); a lookup of nothing still needs a row to point at.
-        self.num_rows = max(rows, 1)
+        self.num_rows = storage_rows(rows)
         self.weights = torch.zeros(self.num_rows * self.dim, dtype=dtype, device=device)
         self.state = tuple(
             torch.zeros(size, dtype=torch.float32, device=device)
             for size in spec.state_sizes(self.num_rows, self.dim)
         )
+
+
+def storage_rows(rows: int) -> int:
+    """Rows that a stack of `rows` is given: at least one, and whole lines at any dim.
+
+    A TensorCore reads HBM in lines of 128 words, of row-wise state too.  A shard may have no rows (more
+    ranks than rows); a lookup of nothing still needs a row to point at.
+    """
+    return -(-max(rows, 1) // LINE) * LINE
 
 
 def make_stacks(
