@@ -105,7 +105,7 @@ def test_a_lost_rank_is_named_with_collective_and_step(tmp_path: Path, sent: sig
 
 @pytest.mark.slow
 def test_a_rank_stuck_in_its_data_is_named_and_ends_too(tmp_path: Path):
-    """Rank 1 sleeps reading two steps ahead: no collective of its own fails, yet it must not outlive rank 0."""
+    """Rank 1 sleeps reading two steps ahead: none of its collectives fails, yet it must end with rank 0."""
     path = tmp_path / "config.json"
     path.write_text(tiny_config(tmp_path, runtime__collective_timeout_s=TIMEOUT_S).model_dump_json())
     with tempfile.TemporaryFile("w+") as output:
