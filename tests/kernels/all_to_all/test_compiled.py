@@ -61,8 +61,9 @@ def test_fused_lookup_compiles_and_copies_no_table(
     program = result(outcomes, f"lookup, {topology}")
     assert program["kernels"] == 1 and program["entry_barrier"]
     output = program["devices"] * 1024 * 128 * 4
-    # seen on v5p: 448 KiB beside the output; the table has 512 MB
-    assert program["temp_bytes"] <= output + 2 * SLACK_BYTES
+    # seen on v5p, and only there: 448 KiB beside the output; the table has 512 MB
+    slack = 2 * SLACK_BYTES if topology.startswith("v5p") else SLACK_BYTES
+    assert program["temp_bytes"] <= output + slack
 
 
 def test_pod_of_256_chips_fits_the_semaphores(outcomes: dict[str, dict[str, Any]]) -> None:
