@@ -33,6 +33,7 @@ from typing import IO
 ROOT = Path(__file__).parent.parent
 MOMENTS = ("any", "any", "any", "any", "staged", "writing", "renaming", "renamed")
 POLL_S = 0.0005
+MAX_WAIT_STEPS = 100
 MAX_START_S = 900.0
 PEER_END_S = 120.0
 
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=1e9, help="no more kills after this time")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--checkpoint-every", type=int, default=5, help="steps")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
@@ -142,12 +143,13 @@ def _start_and_kill(
     try:
         # wait until this start trains, so that every kill follows some progress of its own
         _wait_for(lambda: _log_lines(run) > before + 1 or _any_ended(ranks), MAX_START_S)
+        moment = rng.choice(MOMENTS)
+        happens = _condition(moment, run, rng)
+        _wait_for(lambda: happens() or _any_ended(ranks), MAX_START_S)
         if _any_ended(ranks):
             raise RuntimeError(
-                "the run ended before its kill: give more --steps, or read output.txt (--keep)"
+                f"the run ended before its kill ({moment}): give more --steps, or read output.txt (--keep)"
             )
-        moment = rng.choice(MOMENTS)
-        _wait_for(_condition(moment, run, rng), MAX_START_S)
         victims = ranks if rng.random() < 0.5 else [rng.choice(ranks)]
         for rank in victims:
             rank.send_signal(signal.SIGKILL)
@@ -168,8 +170,9 @@ def _start_and_kill(
 def _condition(moment: str, run: Path, rng: random.Random) -> Callable[[], bool]:
     checkpoints = run / "checkpoints"
     if moment == "any":
-        until = time.perf_counter() + rng.uniform(0.0, 5.0)
-        return lambda: time.perf_counter() > until
+        # steps, not seconds: a fast machine must not reach the end of the run before its kills
+        until = _log_lines(run) + rng.randint(0, MAX_WAIT_STEPS)
+        return lambda: _log_lines(run) >= until
     seen = {"partial": False}
 
     def happens() -> bool:
