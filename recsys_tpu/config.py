@@ -12,33 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 
+from recsys_tpu.config_section import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section
 from recsys_tpu.data.planted_clusters import PlantedClusters
 from recsys_tpu.data.synthetic import SyntheticLog
 from recsys_tpu.errors import ConfigError
+from recsys_tpu.models.settings import DCNv2Config, DeepFMConfig, DLRMConfig, DLRMDCNv2Config
 from recsys_tpu.runtime.settings import RuntimeConfig
-
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not coerced across kinds."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _true_is_no_number(cls, values: Any) -> Any:
-        """YAML's `yes` and `true` must not become the number 1."""
-        for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(str(name))
-            if isinstance(value, bool) and field is not None and field.annotation in (int, float):
-                raise ValueError(f"{name} is {value}, must be a number")
-        return values
 
 
 class RunConfig(Section):
@@ -109,22 +90,6 @@ class EventsConfig(Section):
         if self.kind == "events" and self.path is None:
             raise ValueError("data.kind=events needs data.path, a folder with events.parquet")
         return self
-
-
-class DLRMConfig(Section):
-    """DLRM (arXiv:1906.00091): bottom MLP, pairwise dot interaction, over MLP."""
-
-    kind: Literal["dlrm"] = "dlrm"
-    embedding_dim: PositiveInt = 16
-    bottom_mlp: list[PositiveInt] = Field(
-        default_factory=lambda: [128, 64], description="hidden layers; embedding_dim follows"
-    )
-    over_mlp: list[PositiveInt] = Field(
-        default_factory=lambda: [256, 128], description="hidden layers; the single logit follows"
-    )
-    num_embeddings: dict[str, PositiveInt] | None = Field(
-        None, description="rows of each table, by feature; default: as many as the data needs"
-    )
 
 
 class HistoryConfig(Section):
@@ -260,17 +225,21 @@ def _kind_tag(default: str, *sections: type[Section]) -> Discriminator:
     )
 
 
+_DATA: list[type[Section]] = [ClickDataConfig, EventsConfig]
+_MODELS: list[type[Section]] = [DLRMConfig, DLRMDCNv2Config, DeepFMConfig, DCNv2Config, TwoTowerConfig]
 DataConfig = Annotated[
     Annotated[ClickDataConfig, Tag("ClickDataConfig")] | Annotated[EventsConfig, Tag("EventsConfig")],
-    _kind_tag("synthetic", ClickDataConfig, EventsConfig),
+    _kind_tag("synthetic", *_DATA),
 ]
 ModelConfig = Annotated[
-    Annotated[DLRMConfig, Tag("DLRMConfig")] | Annotated[TwoTowerConfig, Tag("TwoTowerConfig")],
-    _kind_tag("dlrm", DLRMConfig, TwoTowerConfig),
+    Annotated[DLRMConfig, Tag("DLRMConfig")]
+    | Annotated[DLRMDCNv2Config, Tag("DLRMDCNv2Config")]
+    | Annotated[DeepFMConfig, Tag("DeepFMConfig")]
+    | Annotated[DCNv2Config, Tag("DCNv2Config")]
+    | Annotated[TwoTowerConfig, Tag("TwoTowerConfig")],
+    _kind_tag("dlrm", *_MODELS),
 ]
-_TAGGED: dict[str, type[Section]] = {
-    section.__name__: section for section in (ClickDataConfig, EventsConfig, DLRMConfig, TwoTowerConfig)
-}
+_TAGGED: dict[str, type[Section]] = {section.__name__: section for section in [*_DATA, *_MODELS]}
 
 
 class Config(Section):
@@ -287,7 +256,7 @@ class Config(Section):
         if isinstance(self.data, EventsConfig) != isinstance(self.model, TwoTowerConfig):
             raise ValueError(
                 f"model.kind={self.model.kind} cannot train on data.kind={self.data.kind}: two_tower takes "
-                "movielens, events or planted_clusters; dlrm takes synthetic, criteo_sample or parquet"
+                "movielens, events or planted_clusters; click models take synthetic, criteo_sample or parquet"
             )
         return self
 

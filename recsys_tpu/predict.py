@@ -40,7 +40,7 @@ def main() -> None:
         config = load_config(stored, [*arguments.overrides, f"run.output_dir={scratch}"])
         if not isinstance(config.data, ClickDataConfig):
             raise ConfigError(
-                f"{arguments.checkpoint}: is of a {config.model.kind} run; predict is for dlrm (see "
+                f"{arguments.checkpoint}: is of a {config.model.kind} run; predict is for click models (see "
                 "`python -m recsys_tpu.retrieve` for two_tower)"
             )
         activate(config.runtime.device, compile_cache=config.runtime.compile_cache)

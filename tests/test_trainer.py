@@ -71,6 +71,26 @@ def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"kind": "dlrm_dcnv2", "bottom_mlp": [16], "over_mlp": [16], "cross_layers": 2, "cross_rank": 4},
+        {"kind": "deepfm", "mlp": [16]},
+        {"kind": "dcnv2", "mlp": [16], "cross_layers": 2},
+    ],
+    ids=lambda model: model["kind"],
+)
+def test_every_click_model_learns_and_resumes(model: dict[str, Any], tmp_path: Path, start: Any) -> None:
+    config = tiny(tmp_path)
+    config = Config.model_validate(config.model_dump() | {"model": model | {"embedding_dim": 8}})
+    metrics = start(config).run()
+    found = losses(config)
+    assert sum(found[-5:]) < sum(found[:5])
+    assert metrics.rows == 3000
+    again = start(config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})}))
+    assert again.run() == metrics
+
+
 def test_a_run_learns_writes_its_outputs_and_repeats(tmp_path: Path, start: Any) -> None:
     config = tiny(tmp_path, train__max_steps=None, train__epochs=3, train__eval_every=30)
     metrics = start(config).run()

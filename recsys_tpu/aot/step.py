@@ -25,7 +25,8 @@ from recsys_tpu.errors import ConfigError
 from recsys_tpu.kernels import LookupBatch, Optimizer, OptimizerSpec, ops, pooled_lookup
 from recsys_tpu.kernels.optimizer import HYPER_SIZE
 from recsys_tpu.kernels.variants import target_chip, variant_for
-from recsys_tpu.models.dlrm import DLRM, build_dlrm
+from recsys_tpu.models.build import build_click_model
+from recsys_tpu.models.dlrm import DLRM
 
 _BETAS = (0.9, 0.999)  # torch.optim.AdamW's defaults
 
@@ -99,13 +100,8 @@ def build_step(
     features = len(num_embeddings)
     rows, tables = rows_of_fullest_rank(num_embeddings, world_size)
     rows = storage_rows(rows)
-    model = build_dlrm(
-        num_embeddings,
-        embedding_dim=dim,
-        dense_in_features=dense_in_features,
-        bottom_mlp=config.model.bottom_mlp,
-        over_mlp=config.model.over_mlp,
-    )
+    model = build_click_model(config.model, num_embeddings, dense_in_features=dense_in_features)
+    assert isinstance(model, DLRM)
     towers = _Towers(model).to("tpu")
     spec = _sparse_spec(config)
     with torch.device("meta"):

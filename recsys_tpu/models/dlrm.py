@@ -1,24 +1,21 @@
-"""DLRM on a TorchRec EmbeddingBagCollection, split so that the dense part is one function.
+"""DLRM and DLRM-DCNv2 on a TorchRec EmbeddingBagCollection.
 
-Lookups depend on how many ids a batch holds, the towers do not: `DLRM.towers` has static shapes and is
-what gets compiled.  Parameter names are those of `torchrec.models.dlrm.DLRM`.
+Parameter names are those of `torchrec.models.dlrm.DLRM` and `DLRM_DCN`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torchrec.models import dlrm as torchrec_dlrm
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recsys_tpu.models.click_model import ClickModel
 from recsys_tpu.models.interaction import DotInteraction
 
 
-class DLRM(torchrec_dlrm.DLRM):
+class DLRM(ClickModel, torchrec_dlrm.DLRM):
     """Deep Learning Recommendation Model (arXiv:1906.00091).
 
     Args:
@@ -28,6 +25,9 @@ class DLRM(torchrec_dlrm.DLRM):
         over_mlp: hidden layers of the over MLP; a last layer of one logit is added.
     """
 
+    dense_arch: torchrec_dlrm.DenseArch
+    over_arch: torchrec_dlrm.OverArch
+
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection,
@@ -36,52 +36,59 @@ class DLRM(torchrec_dlrm.DLRM):
         bottom_mlp: Sequence[int],
         over_mlp: Sequence[int],
     ) -> None:
-        dim = embedding_bag_collection.embedding_bag_configs()[0].embedding_dim
-        super().__init__(
+        torchrec_dlrm.DLRM.__init__(
+            self,
             embedding_bag_collection,
             dense_in_features,
-            [*bottom_mlp, dim],
+            [*bottom_mlp, _dim(embedding_bag_collection)],
             [*over_mlp, 1],
         )
         self.inter_arch = DotInteraction(len(self.sparse_arch.sparse_feature_names))
-        self._compiled_towers: Callable[[Tensor, Tensor], Tensor] = self.towers
-
-    def compile_towers(self, compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-        """Run the dense part through `compiler` (such as torch.compile) from now on."""
-        self._compiled_towers = compiler(self.towers)
 
     def towers(self, dense: Tensor, embedded: Tensor) -> Tensor:
         """``[B, dense features]`` and ``[B, F, D]`` to logits ``[B]``."""
-        bottom = self.dense_arch(dense)
-        return self.over_arch(self.inter_arch(bottom, embedded)).squeeze(-1)
-
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits ``[B]`` of a batch."""
-        return self._compiled_towers(dense_features, self.sparse_arch(sparse_features))
+        return self.over_arch(self.inter_arch(self.dense_arch(dense), embedded)).squeeze(-1)
 
 
-def build_dlrm(
-    num_embeddings: Mapping[str, int],
-    *,
-    embedding_dim: int,
-    dense_in_features: int,
-    bottom_mlp: Sequence[int],
-    over_mlp: Sequence[int],
-) -> DLRM:
-    """A DLRM with one SUM-pooled table ``t_<feature>`` for each feature; tables on the meta device.
+class DLRMDCNv2(ClickModel, torchrec_dlrm.DLRM_DCN):
+    """DLRM whose interaction is a stack of low-rank cross layers, as MLPerf training v2 has it.
 
-    Tables get their storage, and their first values, where they are placed.
+    ``x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l`` on the bottom MLP's output and all embeddings side by
+    side, ``(F + 1) D`` numbers (arXiv:2008.13535, equation 2 with W of low rank).
+
+    Args:
+        embedding_bag_collection, dense_in_features, bottom_mlp, over_mlp: as those of `DLRM`.
+        cross_layers: number of cross layers.
+        cross_rank: rank of ``W_l V_l``.
     """
-    tables = EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t_{feature}",
-                embedding_dim=embedding_dim,
-                num_embeddings=rows,
-                feature_names=[feature],
-            )
-            for feature, rows in num_embeddings.items()
-        ],
-    )
-    return DLRM(tables, dense_in_features=dense_in_features, bottom_mlp=bottom_mlp, over_mlp=over_mlp)
+
+    dense_arch: torchrec_dlrm.DenseArch
+    over_arch: torchrec_dlrm.OverArch
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        *,
+        dense_in_features: int,
+        bottom_mlp: Sequence[int],
+        over_mlp: Sequence[int],
+        cross_layers: int,
+        cross_rank: int,
+    ) -> None:
+        torchrec_dlrm.DLRM_DCN.__init__(
+            self,
+            embedding_bag_collection,
+            dense_in_features,
+            [*bottom_mlp, _dim(embedding_bag_collection)],
+            [*over_mlp, 1],
+            cross_layers,
+            cross_rank,
+        )
+
+    def towers(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        """``[B, dense features]`` and ``[B, F, D]`` to logits ``[B]``."""
+        return self.over_arch(self.inter_arch(self.dense_arch(dense), embedded)).squeeze(-1)
+
+
+def _dim(tables: EmbeddingBagCollection) -> int:
+    return tables.embedding_bag_configs()[0].embedding_dim

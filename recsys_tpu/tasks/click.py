@@ -1,4 +1,4 @@
-"""Click prediction: DLRM, binary cross-entropy, AUC beside an oracle and simple baselines."""
+"""Click prediction: binary cross-entropy, AUC beside an oracle and simple baselines."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from recsys_tpu.baselines import constant_metrics, logistic_regression_metrics, oracle_metrics
-from recsys_tpu.config import ClickDataConfig, Config, DLRMConfig
+from recsys_tpu.config import ClickDataConfig, Config, TwoTowerConfig
 from recsys_tpu.data.batch import Batch
 from recsys_tpu.data.metadata import DatasetMetadata
 from recsys_tpu.data.reader import ParquetReader
 from recsys_tpu.data.source import prepare_data
 from recsys_tpu.evaluation import evaluate
 from recsys_tpu.metrics import ClickMetrics
-from recsys_tpu.models.dlrm import build_dlrm
+from recsys_tpu.models.build import build_click_model
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.tasks.task import Task, on_rank_zero_first
 
 
 class ClickTask(Task[Batch, ClickMetrics]):
-    """DLRM over a preprocessed Parquet directory with splits `train` and `test`."""
+    """A click model over a preprocessed Parquet directory with splits `train` and `test`."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
-        assert isinstance(config.data, ClickDataConfig) and isinstance(config.model, DLRMConfig)
+        assert isinstance(config.data, ClickDataConfig) and not isinstance(config.model, TwoTowerConfig)
         self._config, self._runtime = config, runtime
         self._data, self._model = config.data, config.model
         self.data_directory = on_rank_zero_first(runtime, lambda: prepare_data(self._data))
@@ -38,13 +38,8 @@ class ClickTask(Task[Batch, ClickMetrics]):
         self.batches_per_epoch = self.train_reader.batches_per_epoch
 
     def build_model(self) -> nn.Module:
-        config = self._model
-        return build_dlrm(
-            self.num_embeddings,
-            embedding_dim=config.embedding_dim,
-            dense_in_features=len(self.metadata.dense_features),
-            bottom_mlp=config.bottom_mlp,
-            over_mlp=config.over_mlp,
+        return build_click_model(
+            self._model, self.num_embeddings, dense_in_features=len(self.metadata.dense_features)
         )
 
     def batches(self, epoch: int, *, start: int) -> Iterator[Batch]:

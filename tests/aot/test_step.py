@@ -14,7 +14,7 @@ from recsys_tpu.aot.chips import devices_of
 from recsys_tpu.aot.step import build_step, rows_of_fullest_rank
 from recsys_tpu.config import Config
 from recsys_tpu.errors import ConfigError
-from recsys_tpu.models.dlrm import build_dlrm
+from recsys_tpu.models.build import build_click_model
 
 SIZES = {"a": 7, "b": 5, "c": 9}
 BATCH, DIM, DENSE = 16, 8, 4
@@ -69,7 +69,7 @@ def test_two_steps_equal_dlrm_with_torch_optim(tpu, options, torch_optimizer):
     torch.manual_seed(0)
     config = _config(**options)
     step = build_step(config, SIZES, dense_in_features=DENSE)
-    model = build_dlrm(SIZES, embedding_dim=DIM, dense_in_features=DENSE, bottom_mlp=[6], over_mlp=[10, 5])
+    model = build_click_model(config.model, SIZES, dense_in_features=DENSE)
     dense = dict(p for p in model.named_parameters() if "embedding_bags" not in p[0])
     table = nn.Parameter(torch.randn(sum(SIZES.values()), DIM))
     start = table.detach().clone()
