@@ -63,6 +63,7 @@ class DLRMDCNv2(ClickModel, torchrec_dlrm.DLRM_DCN):
     """
 
     dense_arch: torchrec_dlrm.DenseArch
+    inter_arch: torchrec_dlrm.InteractionDCNArch
     over_arch: torchrec_dlrm.OverArch
 
     def __init__(
