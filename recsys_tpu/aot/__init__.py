@@ -7,9 +7,9 @@ A report says that the program compiles for the chip and what the compiler found
 collectives.  No program runs: nothing here is a measured speed.
 """
 
-from recsys_tpu.aot.chips import CHIPS, Chip
 from recsys_tpu.aot.compilation import CompileReport, compile_stablehlo
 from recsys_tpu.aot.roofline import Roofline
+from recsys_tpu.chips import CHIPS, Chip
 
 __all__ = ["CHIPS", "Chip", "CompileReport", "Roofline", "compile_stablehlo", "lower"]
 

@@ -7,7 +7,6 @@ because libtpu's compiler aborts its process on some faulty programs: an abort i
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,10 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recsys_tpu.aot.chips import chip_of
-
-# What the caller's process set for another device; libtpu must not see it.
-_FOREIGN_VARIABLES = ("TPU_LIBRARY_PATH", "XLA_FLAGS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+from recsys_tpu import libtpu
+from recsys_tpu.chips import chip_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,12 @@ def compile_stablehlo(
         command = [sys.executable, "-m", "recsys_tpu.aot.libtpu_worker", json.dumps(request)]
         try:
             run = subprocess.run(
-                command, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+                command,
+                env=libtpu.environment(),
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return CompileReport(topology, num_replicas, f"libtpu did not finish within {timeout_s:.0f} s")
@@ -98,24 +100,6 @@ def compile_stablehlo(
             report: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
             return CompileReport(topology, num_replicas, **report)
         return CompileReport(topology, num_replicas, _abort_text(run.returncode, run.stderr))
-
-
-def environment() -> dict[str, str]:
-    """The environment in which a subprocess reaches libtpu's compiler without hardware."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN_VARIABLES}
-    path = os.pathsep.join([str(Path(__file__).parents[2]), inherited.get("PYTHONPATH", "")]).strip(
-        os.pathsep
-    )
-    return {
-        **inherited,
-        "PYTHONPATH": path,
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",  # do not ask a metadata server which TPU this is
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v6e-4",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several compilations at once
-    }
 
 
 def _abort_text(returncode: int, stderr: str) -> str:

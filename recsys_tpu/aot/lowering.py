@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from recsys_tpu import emulation
-from recsys_tpu.aot.chips import CHIPS
+from recsys_tpu.chips import CHIPS
 from recsys_tpu.emulation import EmulationError
 
 
@@ -66,9 +66,7 @@ def _kernels_for(chip: str) -> Iterator[None]:
     """Pallas asks which chip a kernel is for."""
     import jax
 
-    from recsys_tpu.kernels import chips
-
-    with jax.sharding.use_abstract_mesh(chips.CHIPS[chip].abstract_mesh()):
+    with jax.sharding.use_abstract_mesh(CHIPS[chip].abstract_mesh()):
         yield
 
 

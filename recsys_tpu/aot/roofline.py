@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recsys_tpu.aot.chips import Chip
+from recsys_tpu.chips import Chip
 
 MATMUL_PASSES = {"medium": 1, "high": 3, "highest": 6}
 """bfloat16 passes through the matrix unit for one float32 product, by torch's matmul precision."""

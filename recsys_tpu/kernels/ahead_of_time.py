@@ -13,13 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-for _name, _value in {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v6e-4",
-    "JAX_PLATFORMS": "cpu",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
-}.items():
+from recsys_tpu import libtpu
+
+for _name, _value in libtpu.VARIABLES.items():
     os.environ.setdefault(_name, _value)
 
 import jax  # noqa: E402
@@ -27,7 +23,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from recsys_tpu.kernels.chips import Chip  # noqa: E402
+from recsys_tpu.chips import Chip  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ def compile_for(
 
     Raises what the compiler raises.
     """
-    mesh = Mesh(np.array(_topology(chip.topology).devices[:1]), ("chip",))
+    mesh = Mesh(np.array(_topology(chip.smallest_topology).devices[:1]), ("chip",))
     sharding = NamedSharding(mesh, PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # SparseCore kernels read their chip from it
         jitted = jax.jit(

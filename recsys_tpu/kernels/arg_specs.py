@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recsys_tpu.chips import Chip
 from recsys_tpu.kernels import sparsecore, tensorcore
 from recsys_tpu.kernels.batch import Optimizer
-from recsys_tpu.kernels.chips import Chip
 from recsys_tpu.kernels.flat_rows import LINE
 from recsys_tpu.kernels.optimizer import HYPER_SIZE, OptimizerSpec
 

@@ -15,9 +15,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from recsys_tpu.chips import CHIPS, Chip
 from recsys_tpu.kernels.ahead_of_time import compile_for, memory_of
 from recsys_tpu.kernels.arg_specs import MATRIX, Program, kernels_for
-from recsys_tpu.kernels.chips import CHIPS, Chip
 from recsys_tpu.kernels.schedule import dump_flags, loops_of
 
 

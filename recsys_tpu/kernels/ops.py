@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from recsys_tpu.chips import Chip
 from recsys_tpu.kernels import xla
-from recsys_tpu.kernels.chips import Chip
 from recsys_tpu.kernels.optimizer import OptimizerSpec
 from recsys_tpu.kernels.variants import Variant
 

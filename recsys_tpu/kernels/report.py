@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from recsys_tpu.chips import CHIPS, Chip
 from recsys_tpu.kernels.arg_specs import MATRIX, Program
-from recsys_tpu.kernels.chips import CHIPS, Chip
 from recsys_tpu.kernels.tensorcore import update, windows
 from recsys_tpu.kernels.traffic import dense_gradient_traffic, traffic
 
@@ -94,7 +94,7 @@ def row(program: Program, chip: Chip, result: dict[str, Any]) -> list[str]:
         f"{counted.issued / 1e6:,.1f}",
         f"{counted.floor / 1e6:,.1f}",
         f"{counted.ratio:.2f}",
-        f"{counted.issued / chip.hbm_gb_per_second / 1e3:,.0f}",
+        f"{counted.issued / chip.hbm_bytes_per_second * 1e6:,.0f}",
         f"{result['temporaries'] / 1e6:.1f}" + (f", in place {in_place}" if program.is_update else ""),
         bundles,
         peer,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recsys_tpu.chips import Chip
 from recsys_tpu.kernels.arg_specs import Program
-from recsys_tpu.kernels.chips import Chip
 from recsys_tpu.kernels.flat_rows import LINE
 
 WORD = 4

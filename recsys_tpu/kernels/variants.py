@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from recsys_tpu.kernels.chips import CHIPS, Chip
+from recsys_tpu.chips import CHIPS, Chip
 
 
 class Variant(enum.Enum):

@@ -10,7 +10,7 @@ import torch
 
 from recsys_tpu import aot
 from recsys_tpu.aot import compilation
-from recsys_tpu.aot.chips import CHIPS, chip_of
+from recsys_tpu.chips import CHIPS, chip_of
 
 pytestmark = pytest.mark.usefixtures("tpu")
 M, K, N = 2048, 512, 256
@@ -119,6 +119,7 @@ def test_chip_figures_are_those_of_torch_tpu_and_jax():
     from torch_tpu._internal.utils import hardware
 
     versions = {
+        "v4": ("V4", "TPU_V4", 2),
         "v5e": ("V5E", "TPU_V5E", 1),
         "v5p": ("V5P", "TPU_V5P", 2),
         "v6e": ("V6E", "TPU_V6E", 1),

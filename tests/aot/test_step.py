@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from recsys_tpu.aot.__main__ import table_sizes
-from recsys_tpu.aot.chips import devices_of
 from recsys_tpu.aot.step import build_step, rows_of_fullest_rank
+from recsys_tpu.chips import devices_of
 from recsys_tpu.config import Config
 from recsys_tpu.errors import ConfigError
 from recsys_tpu.models.build import build_click_model

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from recsys_tpu.kernels.chips import CHIPS
+from recsys_tpu.chips import CHIPS
 from recsys_tpu.kernels.sparsecore.streams import Target
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from recsys_tpu.aot.compilation import environment
+from recsys_tpu.chips import CHIPS
 from recsys_tpu.kernels.arg_specs import MATRIX, QUICK
-from recsys_tpu.kernels.chips import CHIPS
+from recsys_tpu.libtpu import environment
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'recsys-tpu[tpu]'"

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from recsys_tpu.chips import CHIPS
 from recsys_tpu.kernels.arg_specs import MATRIX
-from recsys_tpu.kernels.chips import CHIPS
 from recsys_tpu.kernels.schedule import Loop, loops_of, parse_loops
 from recsys_tpu.kernels.traffic import dense_gradient_traffic, traffic
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from recsys_tpu.chips import CHIPS
 from recsys_tpu.kernels import sparsecore, tensorcore
 from recsys_tpu.kernels.arg_specs import MATRIX, OPTIMIZERS, QUICK
-from recsys_tpu.kernels.chips import CHIPS
 from recsys_tpu.kernels.variants import target_chip
 
 

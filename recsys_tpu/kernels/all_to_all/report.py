@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from recsys_tpu.aot import compilation
+from recsys_tpu import libtpu
 from recsys_tpu.kernels.all_to_all.links import grid_of, link_bytes, sent_bytes
 
 TOPOLOGIES = (
@@ -86,7 +86,7 @@ def compiled_report(topology: str, *, batch: int = BATCH, columns: int = COLUMNS
     elements = batch * columns // devices
     run = subprocess.run(
         [sys.executable, "-m", "recsys_tpu.kernels.all_to_all.slices", topology, str(elements // 128), "128"],
-        env=compilation.environment(),
+        env=libtpu.environment(),
         capture_output=True,
         text=True,
         timeout=COMPILE_SECONDS,

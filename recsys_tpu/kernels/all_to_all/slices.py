@@ -1,7 +1,7 @@
 """Compiles an exchange for a whole TPU slice through libtpu, on a machine without one, and reads it.
 
 libtpu is configured by the environment and may abort: run this in a process of its own, under
-`recsys_tpu.aot.compilation.environment`.
+`recsys_tpu.libtpu.environment`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from recsys_tpu.kernels.chips import Chip
+from recsys_tpu.chips import Chip
 from recsys_tpu.kernels.sparsecore.lookup import pooled_lookup, sequence_lookup
 from recsys_tpu.kernels.sparsecore.streams import Target
 from recsys_tpu.kernels.sparsecore.update import fused_update

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
-from recsys_tpu.kernels.chips import Chip
+from recsys_tpu.chips import Chip
 
 IGNORED = -1  # a row index that no stream reads or writes
 Ref = Any

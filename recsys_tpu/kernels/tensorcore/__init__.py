@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recsys_tpu.chips import Chip
 from recsys_tpu.kernels import xla
-from recsys_tpu.kernels.chips import Chip
 from recsys_tpu.kernels.flat_rows import LINE
 from recsys_tpu.kernels.tensorcore.lookup import pooled_lookup, sequence_lookup
 from recsys_tpu.kernels.tensorcore.update import fused_update as update_lines

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from recsys_tpu.aot import compilation
+from recsys_tpu import libtpu
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,7 +47,7 @@ def run(module: str, names: Iterable[str], *, seconds_each: float) -> dict[str, 
 
 def _one_child(module: str, names: list[str], *, seconds_each: float) -> list[tuple[str, dict[str, object]]]:
     environment = {
-        **compilation.environment(),
+        **libtpu.environment(),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         # A chip that waits inside the interpreter holds a thread of XLA's pool, by default one for each core
         # or device; the others need more to get on with what lies before their kernel.
