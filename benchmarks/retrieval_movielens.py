@@ -13,7 +13,6 @@ they were chosen (on the same validation split).  Needs `pip install 'recsys-tpu
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
@@ -47,17 +46,18 @@ from recsys_tpu.tasks.retrieval import RetrievalTask
 from recsys_tpu.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
-ALS_GRID: dict[str, list[Any]] = {
-    "factors": [64, 128],
-    "regularization": [1.0, 10.0, 30.0],
-    "alpha": [1.0, 2.0],
-    "iterations": [15],
+# values that tuning goes through, one option at a time, from the first value of each on
+ALS_VALUES: dict[str, list[Any]] = {
+    "factors": [128, 32, 64, 256, 512],
+    "regularization": [10.0, 0.1, 1.0, 3.0, 30.0, 100.0],
+    "alpha": [2.0, 0.5, 1.0, 5.0, 10.0, 20.0, 40.0],
+    "iterations": [15, 5, 10, 30, 60],
 }
-BPR_GRID: dict[str, list[Any]] = {
-    "factors": [64, 128],
-    "learning_rate": [0.005, 0.01, 0.02],
-    "regularization": [0.01, 0.03],
-    "iterations": [100],
+BPR_VALUES: dict[str, list[Any]] = {
+    "factors": [64, 16, 32, 128, 256],
+    "learning_rate": [0.01, 0.002, 0.005, 0.02, 0.05, 0.1],
+    "regularization": [0.01, 0.0001, 0.001, 0.003, 0.03, 0.1],
+    "iterations": [100, 25, 50, 200, 400],
 }
 Model = Callable[..., Any]
 
@@ -107,16 +107,12 @@ def run_others(
     """(what tuning chose, metrics of popularity, ALS and BPR on the test split)."""
     chosen, tuned = {}, {}
     with task_of(load_config(path, [*overrides, "data.evaluate_on=validation"])) as task:
-        for name, model, grid in (
-            ("implicit ALS", AlternatingLeastSquares, ALS_GRID),
-            ("implicit BPR", BayesianPersonalizedRanking, BPR_GRID),
+        for name, model, values in (
+            ("implicit ALS", AlternatingLeastSquares, ALS_VALUES),
+            ("implicit BPR", BayesianPersonalizedRanking, BPR_VALUES),
         ):
-            tried = []
-            for values in itertools.product(*grid.values()):
-                options = dict(zip(grid, values, strict=True))
-                tried.append((baseline(task, model, options, seed=1).ndcg[10], options))
-            best, options = max(tried, key=lambda pair: pair[0])
-            tuned[name] = f"{len(tried)} settings, validation NDCG@10 {best:.4f} with {options}"
+            best, options, tried = tune(task, model, values)
+            tuned[name] = f"{tried} settings, validation NDCG@10 {best:.4f} with {options}"
             print(f"{name}: {tuned[name]}", flush=True)
             chosen[name] = (model, options)
     with task_of(load_config(path, [*overrides, "data.evaluate_on=test"])) as task:
@@ -128,6 +124,27 @@ def run_others(
         for name, (model, options) in chosen.items():
             results[name] = [baseline(task, model, options, seed=seed) for seed in seeds]
     return tuned, results
+
+
+def tune(
+    task: RetrievalTask, model: Model, values: dict[str, list[Any]]
+) -> tuple[float, dict[str, Any], int]:
+    """(validation NDCG@10, options, settings tried): each option in turn, until none can be bettered."""
+    found: dict[tuple[Any, ...], float] = {}
+
+    def score(options: dict[str, Any]) -> float:
+        key = tuple(options.values())
+        if key not in found:
+            found[key] = baseline(task, model, options, seed=1).ndcg[10]
+        return found[key]
+
+    best = {name: choices[0] for name, choices in values.items()}
+    before = None
+    while best != before:
+        before = dict(best)
+        for name, choices in values.items():
+            best = max(({**best, name: choice} for choice in choices), key=score)
+    return score(best), best, len(found)
 
 
 def run_two_tower(path: Path, overrides: list[str], seed: int) -> RetrievalMetrics:

@@ -100,6 +100,19 @@ class HistoryConfig(Section):
     share_item_table: bool = Field(True, description="embed with the item tower's table, or with its own")
 
 
+class MinedNegativesConfig(Section):
+    """Hard negatives from a FAISS index of the current item vectors (docs/retrieval.md)."""
+
+    count: int = Field(
+        0, ge=0, description="items for each global batch, drawn from its users' pools; 0: none"
+    )
+    every: PositiveInt = Field(200, description="steps between two refreshes of index and pools")
+    pool: PositiveInt = Field(
+        100, description="a user's pool: this many of the best items not had in training"
+    )
+    index: Literal["flat", "hnsw", "ivfpq"] = "flat"
+
+
 class TwoTowerConfig(Section):
     """Two-tower retrieval: a query and an item tower, trained by sampled softmax (docs/retrieval.md)."""
 
@@ -124,6 +137,7 @@ class TwoTowerConfig(Section):
     hard_negatives: int = Field(
         0, ge=0, description="compete with this many of the highest-scored candidates only; 0: with all"
     )
+    mined_negatives: MinedNegativesConfig = MinedNegativesConfig()
     frequency_window: PositiveInt = Field(
         1000, description="steps over which an item's sampling frequency is estimated (logQ correction)"
     )

@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from recsys_tpu.config import load_config
-from recsys_tpu.errors import CheckpointError, run_command
-from recsys_tpu.quiet import quiet_libraries
-from recsys_tpu.runtime.activation import activate
+from recsys_tpu.checkpoint_command import checkpoint_parser, trainer_of
+from recsys_tpu.errors import run_command
 
-_CONFIG_FILE = "config.yaml"  # what checkpoint.py writes; that module imports torch, so it comes later
+if TYPE_CHECKING:
+    from recsys_tpu.trainer import Trainer
+
 _EXAMPLES = """examples:
   python -m recsys_tpu.evaluate --checkpoint runs/dlrm/checkpoints/step_00001954
   python -m recsys_tpu.evaluate --checkpoint runs/dlrm/checkpoints/step_00001954 runtime.device=tpu-emulated
+  python -m recsys_tpu.evaluate --checkpoint runs/dlrm/checkpoints/step_00001954 --int8-tables
 """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m recsys_tpu.evaluate",
-        description="Report the test metrics of a checkpoint, with the config that is stored in it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = checkpoint_parser(
+        "evaluate",
+        "Report the test metrics of a checkpoint, with the config that is stored in it.",
+        _EXAMPLES,
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder step_N of a run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the stored config")
+    parser.add_argument(
+        "--int8-tables", action="store_true", help="also with tables in int8, and what that costs (DLRM, CPU)"
+    )
     arguments = parser.parse_args()
-    stored = arguments.checkpoint / _CONFIG_FILE
-    if not stored.is_file():
-        raise CheckpointError(f"{arguments.checkpoint}: not a checkpoint (it has no {_CONFIG_FILE})")
-    with tempfile.TemporaryDirectory() as scratch:  # the run's own logs stay as they are
-        overrides = [*arguments.overrides, f"run.output_dir={scratch}"]
-        config = load_config(stored, overrides)
-        activate(config.runtime.device, compile_cache=config.runtime.compile_cache)
+    with trainer_of(arguments.checkpoint, arguments.overrides) as trainer:
+        metrics = trainer.evaluate_checkpoint(arguments.checkpoint)
+        if arguments.int8_tables:
+            _report_int8(trainer, metrics.as_dict())
 
-        from recsys_tpu.runtime import Runtime
-        from recsys_tpu.trainer import Trainer
 
-        quiet_libraries()
+def _report_int8(trainer: Trainer, trained: dict[str, float]) -> None:
+    from recsys_tpu.inference.int8_tables import evaluate_int8
 
-        with Runtime.start(config.runtime) as runtime:
-            trainer = Trainer(config, runtime)
-            try:
-                trainer.evaluate_checkpoint(arguments.checkpoint)
-            finally:
-                trainer.close()
+    metrics, made = evaluate_int8(trainer)
+    say = trainer.log.message
+    say(f"int8 tables: test {metrics}")
+    say(
+        f"int8 tables: AUC {metrics.auc - trained['auc']:+.6f}, log loss "
+        f"{metrics.log_loss - trained['log_loss']:+.6f}; {made.int8_bytes:,} bytes of tables, "
+        f"{made.float_bytes:,} as trained"
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from recsys_tpu.config import load_config
-from recsys_tpu.errors import CheckpointError, ConfigError, run_command
+from recsys_tpu.checkpoint_command import trainer_of
+from recsys_tpu.errors import ConfigError, run_command
 from recsys_tpu.quiet import quiet_libraries
 from recsys_tpu.runtime.activation import activate
 
@@ -91,22 +91,10 @@ def _index(arguments: argparse.Namespace) -> None:
 
 
 def _export(checkpoint: Path, output: Path, kinds: list[Any], overrides: list[str]) -> list[Any]:
-    from recsys_tpu.checkpoint import CONFIG_FILE
     from recsys_tpu.retrieval.export import export_bundle
-    from recsys_tpu.runtime import Runtime
-    from recsys_tpu.trainer import Trainer
 
-    if not (checkpoint / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{checkpoint}: not a checkpoint (it has no {CONFIG_FILE})")
-    with tempfile.TemporaryDirectory() as scratch:  # the run's own logs stay as they are
-        settings = [*overrides, "runtime.device=cpu", "runtime.compile=false", f"run.output_dir={scratch}"]
-        config = load_config(checkpoint / CONFIG_FILE, settings)
-        with Runtime.start(config.runtime) as runtime:
-            trainer = Trainer(config, runtime)
-            try:
-                return export_bundle(trainer, checkpoint, output, kinds)
-            finally:
-                trainer.close()
+    with trainer_of(checkpoint, [*overrides, "runtime.device=cpu", "runtime.compile=false"]) as trainer:
+        return export_bundle(trainer, checkpoint, output, kinds)
 
 
 def _query(arguments: argparse.Namespace) -> None:

@@ -170,6 +170,10 @@ class Trainer:
         while self.step < self.total_steps:
             epoch, start = divmod(self.step, per_epoch)
             left = min(per_epoch - start, self.total_steps - self.step)
+            prepared_for = self.task.prepare_steps(self.model, self.step)
+            if prepared_for is not None:
+                left = min(left, prepared_for)
+                self.runtime.compile_watch.expect_so_far()
             read = islice(self.task.batches(epoch, start=start), left)
             # the ids of the next two batches are exchanged and sorted beside this step
             ready = prepared_ahead(self.model, read, features_of=lambda batch: batch.sparse)

@@ -7,7 +7,7 @@ takes the ``r``-th equal slice of each.  The last batch is filled up with paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from recsys_tpu.data.metadata import DatasetError
 from recsys_tpu.data.retrieval_features import RetrievalFeatures
 
 NO_ITEM = -1
+Mine = Callable[[Ids, np.random.Generator], Ids]
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,16 @@ class RetrievalReader:
         *,
         batch_size: int,
         uniform_negatives: int,
+        mined_negatives: int,
+        mine: Mine | None,
         rank: int,
         world_size: int,
         seed: int,
     ) -> None:
         """
         Args:
-            batch_size, uniform_negatives: over all ranks.
+            batch_size, uniform_negatives, mined_negatives: over all ranks.
+            mine: draws the mined negatives for the users of a global batch.
 
         Raises:
             DatasetError: the number of ranks does not divide them.
@@ -70,11 +74,13 @@ class RetrievalReader:
         for name, size in (
             ("train.batch_size", batch_size),
             ("model.uniform_negatives", uniform_negatives),
+            ("model.mined_negatives.count", mined_negatives),
         ):
             if size % world_size:
                 raise DatasetError(f"{name}={size} must be a multiple of the number of ranks, {world_size}")
         self._log, self._train, self._features = log, train, features
         self._batch_size, self._uniform_negatives = batch_size, uniform_negatives
+        self._mine = mine
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self.batches_per_epoch = -(-len(train) // batch_size)
         self.order = {
@@ -90,8 +96,12 @@ class RetrievalReader:
         for index in range(start, self.batches_per_epoch):
             chosen = order[index * self._batch_size : (index + 1) * self._batch_size]
             generator = np.random.default_rng([self._seed, epoch, index])
-            negatives = generator.integers(len(self._log.item_keys), size=self._uniform_negatives)
-            yield self._batch(chosen, negatives.astype(np.int32))
+            uniform = generator.integers(len(self._log.item_keys), size=self._uniform_negatives)
+            negatives: Ids = uniform.astype(np.int32)
+            if self._mine is not None:
+                mined = self._mine(self._log.users[chosen], generator)
+                negatives = np.concatenate([negatives, mined])
+            yield self._batch(chosen, negatives)
 
     def _batch(self, chosen: Positions, negatives: Ids) -> RetrievalBatch:
         pairs = np.full(self._batch_size, NO_ITEM, np.int64)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys_tpu.data.events import EventLog, Ids
+from recsys_tpu.data.events import EventLog, Ids, Positions
 from recsys_tpu.data.holdout import Holdout
 from recsys_tpu.data.retrieval_features import RetrievalFeatures
 from recsys_tpu.retrieval.loss import gather_rows
@@ -62,7 +62,7 @@ class CatalogueEvaluation:
     def item_vectors(self, model: nn.Module) -> Tensor:
         """``[items, D]`` float32 on the device, of the whole catalogue; collective."""
         blocks = []
-        for ids in self._own_slices(self._items):
+        for ids in self.own_slices(self._items):
             sparse = self._features.jagged(
                 queries={}, items=self._features.items(ids.astype(np.int32)), rows=self._rows
             )
@@ -71,9 +71,8 @@ class CatalogueEvaluation:
             blocks.append(gather_rows(vectors.float(), self._runtime.process_group))
         return torch.cat(blocks)[: self._items]
 
-    def query_vectors(self, model: nn.Module, queries: npt.NDArray[np.int64]) -> Tensor:
-        """``[rows, D]`` of some queries of the holdout, filled up to the rows of a block; collective."""
-        users, stops = self._holdout.users[queries], self._holdout.stops[queries]
+    def query_vectors(self, model: nn.Module, users: Ids, stops: Positions) -> Tensor:
+        """``[rows, D]`` of users with the events before `stops`, filled up to a block's rows; collective."""
         sparse = self._features.jagged(
             queries=self._features.queries(users, stops), items={}, rows=self._rows
         )
@@ -87,8 +86,9 @@ class CatalogueEvaluation:
         model.eval()
         with torch.no_grad():
             items = self.item_vectors(model)
-            for own in self._own_slices(self._holdout.queries):
-                yield self._rank(own, self.query_vectors(model, own), items)
+            for own in self.own_slices(self._holdout.queries):
+                users, stops = self._holdout.users[own], self._holdout.stops[own]
+                yield self._rank(own, self.query_vectors(model, users, stops), items)
         model.train(was_training)
 
     def metrics(self, model: nn.Module) -> RetrievalMetrics:
@@ -114,7 +114,7 @@ class CatalogueEvaluation:
             sums.add(block.places, block.is_target, block.items)
         return sums.metrics()
 
-    def _own_slices(self, count: int) -> Iterator[npt.NDArray[np.int64]]:
+    def own_slices(self, count: int) -> Iterator[npt.NDArray[np.int64]]:
         """This rank's slice of every block of ``ranks * rows`` numbers; it may be empty."""
         block = self._rows * self._runtime.world_size
         for first in range(0, count, block):

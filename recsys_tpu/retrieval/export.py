@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from recsys_tpu.errors import ConfigError
 from recsys_tpu.retrieval.bundle import BundleInfo, save_bundle
 from recsys_tpu.retrieval.index import IndexKind, IndexReport, build_index, measure_index, save_index
 from recsys_tpu.retrieval.query_tower import QueryTower, export_query_tower
 from recsys_tpu.retrieval.recommender import Recommender
+from recsys_tpu.sharding.whole import whole_state
 from recsys_tpu.tasks.retrieval import RetrievalTask
 from recsys_tpu.trainer import Trainer
 
@@ -89,41 +88,22 @@ def _write_indexes(directory: Path, kinds: Sequence[IndexKind], vectors: Any) ->
 
 
 def _query_tower(trainer: Trainer, task: RetrievalTask) -> QueryTower:
-    state = trainer.model.state_dict()
+    tables, dense = whole_state(trainer.model)
     table_of = {
-        feature: table.name
+        feature: f"t_{table.name}"
         for table in task.features.tables
         for feature in table.features
         if feature in task.features.query_features
     }
-    names = {name for name in state if name.endswith(".weight") and ".embedding_bags." in name}
-    tables = {name.split(".")[-2].removeprefix("t_"): _whole(state[name]) for name in names}
     model = task.build_model()
-    model.query_tower.load_state_dict(
-        {
-            name.removeprefix("query_tower."): _whole(value)
-            for name, value in state.items()
-            if name.startswith("query_tower.")
-        }
-    )
+    tower = {name: value for name, value in dense.items() if name.startswith("query_tower.")}
+    model.query_tower.load_state_dict({name.removeprefix("query_tower."): v for name, v in tower.items()})
     return QueryTower(
         {name: tables[name] for name in set(table_of.values())},
         {feature: table_of[feature] for feature in task.features.query_features},
         model.query_tower,
         normalize=task.normalize,
     )
-
-
-def _whole(value: Tensor | ShardedTensor) -> Tensor:
-    """A table on the host, put together from the shards of the only rank."""
-    if not isinstance(value, ShardedTensor):
-        return value.detach().cpu()
-    whole = torch.empty(value.size(), dtype=torch.float32)
-    for shard in value.local_shards():
-        row, column = shard.metadata.shard_offsets
-        rows, columns = shard.metadata.shard_sizes
-        whole[row : row + rows, column : column + columns] = shard.tensor.detach().cpu()
-    return whole
 
 
 def _lists(values: Any, lengths: Any) -> list[list[int]]:

@@ -20,6 +20,7 @@ from recsys_tpu.models.two_tower import TwoTower, build_two_tower
 from recsys_tpu.retrieval.evaluation import CatalogueEvaluation
 from recsys_tpu.retrieval.frequency import FrequencyEstimator
 from recsys_tpu.retrieval.loss import gather_rows, sampled_softmax
+from recsys_tpu.retrieval.mining import MinedNegatives
 from recsys_tpu.retrieval.ranking import RetrievalMetrics
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
@@ -45,17 +46,6 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
             self.log, self.holdout.train, histories=self._model.histories, user_id=self._model.user_id
         )
         self.num_embeddings = {table.name: table.rows for table in self.features.tables}
-        self.reader = RetrievalReader(
-            self.log,
-            self.holdout.train,
-            self.features,
-            batch_size=config.train.batch_size,
-            uniform_negatives=self._model.uniform_negatives,
-            rank=runtime.rank,
-            world_size=runtime.world_size,
-            seed=config.run.seed,
-        )
-        self.batches_per_epoch = self.reader.batches_per_epoch
         self.evaluation = CatalogueEvaluation(
             self.log,
             self.holdout,
@@ -65,11 +55,32 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
             cutoffs=self._data.cutoffs,
             exclude_seen=self._data.exclude_seen,
         )
+        self.mined = self._mined_negatives(config.run.seed)
+        self.reader = RetrievalReader(
+            self.log,
+            self.holdout.train,
+            self.features,
+            batch_size=config.train.batch_size,
+            uniform_negatives=self._model.uniform_negatives,
+            mined_negatives=self._model.mined_negatives.count,
+            mine=None if self.mined is None else self.mined.draw,
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+            seed=config.run.seed,
+        )
+        self.batches_per_epoch = self.reader.batches_per_epoch
         self.exclude_seen = self._data.exclude_seen
         self.normalize = self._model.similarity == "cosine"
         self._batch_size = config.train.batch_size
         self._frequency = FrequencyEstimator(len(self.log.item_keys), window=self._model.frequency_window)
         self._sampled_softmax = runtime.compile(sampled_softmax)
+
+    def _mined_negatives(self, seed: int) -> MinedNegatives | None:
+        mining = self._model.mined_negatives
+        if not mining.count:
+            return None
+        _, stops = self.known_events()
+        return MinedNegatives(self.log, stops, self.evaluation, self._runtime, mining, seed=seed)
 
     def build_model(self) -> TwoTower:
         return build_two_tower(
@@ -92,6 +103,14 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
     def batches(self, epoch: int, *, start: int) -> Iterator[RetrievalBatch]:
         return self.reader.epoch(epoch, start=start)
 
+    def prepare_steps(self, model: nn.Module, step: int) -> int | None:
+        if self.mined is None:
+            return None
+        every = self._model.mined_negatives.every
+        if step % every == 0:
+            self.mined.refresh(model)
+        return every - step % every
+
     def loss(self, model: nn.Module, batch: RetrievalBatch) -> Tensor:
         runtime, device = self._runtime, self._runtime.device
         self._frequency.update(batch.positives)
@@ -113,15 +132,18 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
         return weighted * (runtime.world_size / len(batch.positives))
 
     def _log_q(self, candidate_ids: Tensor) -> Tensor:
-        """Log of how often an item is expected among the candidates of a step, in-batch and uniform."""
+        """Log of how often an item is expected among the candidates of a step: in-batch, uniform, mined."""
         items = candidate_ids.clamp(min=0)  # padding is left out of the loss
         in_batch = self._batch_size * self._frequency.probability(items)
         uniform = self._model.uniform_negatives / len(self.log.item_keys)
-        log_q = (in_batch + uniform).log()
+        mined = 0.0 if self.mined is None else torch.from_numpy(self.mined.expected)[items]
+        log_q = (in_batch + uniform + mined).log()
         return torch.where(candidate_ids < 0, 0.0, log_q).float()
 
     def data_order(self) -> dict[str, Any]:
-        return self.reader.order
+        if self.mined is None:
+            return self.reader.order
+        return {**self.reader.order, "mined_negatives": self._model.mined_negatives.model_dump()}
 
     def evaluate(self, model: nn.Module) -> RetrievalMetrics:
         return self.evaluation.metrics(model)
@@ -158,8 +180,11 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
         log.message(table)
 
     def state(self) -> dict[str, Tensor]:
-        return {"item_counts": self._frequency.counts, "item_counts_scale": self._frequency.scale}
+        counts = {"item_counts": self._frequency.counts, "item_counts_scale": self._frequency.scale}
+        return counts if self.mined is None else {**counts, "mined_pool": self.mined.pool}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._frequency.counts.copy_(state["item_counts"])
         self._frequency.scale.copy_(state["item_counts_scale"])
+        if self.mined is not None:
+            self.mined.load_pool(state["mined_pool"])

@@ -47,6 +47,13 @@ class Task(ABC, Generic[BatchT, MetricsT]):
     def batches(self, epoch: int, *, start: int) -> Iterator[BatchT]:
         """This rank's training batches ``start, start + 1, …`` of an epoch."""
 
+    def prepare_steps(self, model: nn.Module, step: int) -> int | None:
+        """Work between steps, before batch `step` is read; collective.
+
+        Returns after how many steps at most it is to be called again (None: when an epoch ends).
+        """
+        return None
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: BatchT) -> Tensor:
         """Scalar on the device: this rank's part of the global mean loss times the number of ranks.

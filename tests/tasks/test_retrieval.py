@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from recsys_tpu.config import Config
-from recsys_tpu.errors import CheckpointError
+from recsys_tpu.errors import CheckpointError, ConfigError
+from recsys_tpu.inference.int8_tables import quantize_tables
 from recsys_tpu.retrieval.ranking import RetrievalMetrics
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.trainer import Trainer
@@ -76,6 +77,7 @@ def test_planted_clusters_are_recovered(tmp_path: Path, run: Any) -> None:
         {"similarity": "dot", "temperature": 1.0},
         {"uniform_negatives": 64, "user_id": False},
         {"hard_negatives": 32, "dropout": 0.1},
+        {"mined_negatives": {"count": 64, "every": 20, "pool": 30}},
     ],
 )
 def test_every_variant_learns(tmp_path: Path, run: Any, model: dict[str, Any]) -> None:
@@ -102,6 +104,12 @@ def test_a_checkpoint_of_another_order_is_refused(tmp_path: Path, run: Any) -> N
         run(tiny(tmp_path, train__batch_size=64, train__resume="auto"))
 
 
+def test_int8_tables_are_for_click_models(tmp_path: Path, run: Any) -> None:
+    trainer, _ = run(tiny(tmp_path, train__max_steps=1))
+    with pytest.raises(ConfigError, match="a two_tower run"):
+        quantize_tables(trainer)
+
+
 def command(tmp_path: Path, name: str, *overrides: str, ranks: int = 1) -> list[float]:
     """Losses of a run of the command in a process of its own, or several."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
@@ -109,8 +117,9 @@ def command(tmp_path: Path, name: str, *overrides: str, ranks: int = 1) -> list[
         [
             sys.executable, *(launcher if ranks > 1 else []), "-m", "recsys_tpu.train",
             "--config", str(ROOT / "configs/two_tower_synthetic.yaml"), "runtime.compile=false",
-            f"run.name={name}", "model.uniform_negatives=64", "model.embedding_dim=8", "train.batch_size=256",
-            "train.max_steps=12", *overrides,
+            f"run.name={name}", "model.uniform_negatives=64",
+            "model.mined_negatives={count: 32, every: 5, pool: 20}", "model.embedding_dim=8",
+            "train.batch_size=256", "train.max_steps=12", *overrides,
         ],
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=240,

@@ -1,0 +1,1 @@
+"""A trained click model outside of training: its dense part as a program, its tables in int8."""
