@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys_tpu.kernels import packing, reference
+from recsys_tpu.kernels import host, packing, reference
 from recsys_tpu.kernels.batch import LookupBatch
 from recsys_tpu.kernels.optimizer import HYPER_SIZE, OptimizerSpec
 from recsys_tpu.kernels.variants import Variant, target_chip, variant_for
@@ -63,7 +63,7 @@ def fused_update(
     _check_update(weights_flat, state, grad_output, batch, spec, hyper)
     with torch.no_grad():
         if variant_for(weights_flat.device) is Variant.REFERENCE:
-            reference.fused_update(weights_flat, state, grad_output, batch, spec, hyper)
+            host.fused_update(weights_flat, state, grad_output, batch, spec, hyper)
             return
         new_weights, new_state = donating_update(weights_flat, state, grad_output, batch, spec, hyper)
         exchanges: Any = zip((weights_flat, *state), (new_weights, *new_state), strict=True)
@@ -124,7 +124,7 @@ def _call(op: str, *arguments: Any) -> Tensor:
 def _pooled(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     op = _lookup_op(weights_flat.device, "pooled")
     if op is None:
-        return reference.pooled_lookup(weights_flat, batch, dim)
+        return host.pooled_lookup(weights_flat, batch, dim)
     ids = (batch.rows, batch.bags, batch.bag_offsets, batch.weights)
     return _call(op, weights_flat, *ids, batch.num_bags, dim)
 

@@ -15,6 +15,8 @@ from recsys_tpu.kernels import packing, rounding
 from recsys_tpu.kernels.batch import LookupBatch
 from recsys_tpu.kernels.optimizer import STEP, OptimizerSpec, regularised, row_terms, update_elements
 
+_BLOCK_ELEMENTS = 1 << 17  # of rows updated together on a CPU: 512 KB of float32
+
 
 def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     """Weighted sum of each bag's rows: float32 `[B, dim]`; empty bags are 0."""
@@ -46,16 +48,9 @@ def weight_gradient(weights_flat: Tensor, batch: LookupBatch, grad_output: Tenso
 
 
 def row_gradients(batch: LookupBatch, grad_output: Tensor) -> Tensor:
-    """Gradient of each touched row, duplicates summed in id order: float32 `[U, dim]`, padding 0.
-
-    On CPU only the valid rows come back.
-    """
+    """Gradient of each touched row on a device, duplicates summed: float32 `[U, dim]`, padding 0."""
     grad_output = grad_output.float()
     weights = batch.sorted_weights
-    if grad_output.device.type == "cpu":
-        valid, unique = batch.counts.tolist()
-        weights = None if weights is None else weights[:valid]
-        return _sum_segments(grad_output, batch.sorted_bags[:valid], batch.row_offsets[: unique + 1], weights)
     capacity = batch.unique_rows.shape[0]
     bags = batch.sorted_bags.clamp(max=grad_output.shape[0] - 1)
     each = grad_output.index_select(0, bags)
@@ -81,11 +76,10 @@ def fused_update(
     """
     dim = grad_output.shape[1]
     table = _table(weights_flat, dim)
-    gradient = row_gradients(batch, grad_output)
     if table.device.type == "cpu":
-        rows = batch.unique_rows[: gradient.shape[0]].long()
-        _apply(table, state, rows, gradient, None, spec, hyper)
+        _update_in_blocks(table, state, grad_output.float(), batch, spec, hyper)
         return
+    gradient = row_gradients(batch, grad_output)
     # Padding rewrites the first touched row with the value that this row gets anyway; when no row is
     # touched, with the value that it has.
     touched = batch.unique_rows < table.shape[0]
@@ -93,6 +87,26 @@ def fused_update(
     positions = torch.where(touched, positions, 0)
     rows = batch.unique_rows.index_select(0, positions).clamp(max=table.shape[0] - 1).long()
     _apply(table, state, rows, gradient.index_select(0, positions), touched[:1], spec, hyper)
+
+
+def _update_in_blocks(
+    table: Tensor,
+    state: tuple[Tensor, ...],
+    grad_output: Tensor,
+    batch: LookupBatch,
+    spec: OptimizerSpec,
+    hyper: Tensor,
+) -> None:
+    """The update on a CPU, so many rows at a time that what a block needs stays in the cache."""
+    unique = int(batch.counts[1])
+    block = max(_BLOCK_ELEMENTS // table.shape[1], 1)
+    for first in range(0, unique, block):
+        last = min(first + block, unique)
+        offsets = batch.row_offsets[first : last + 1]
+        start, stop = int(offsets[0]), int(offsets[-1])
+        weights = None if batch.sorted_weights is None else batch.sorted_weights[start:stop]
+        gradient = _sum_segments(grad_output, batch.sorted_bags[start:stop], offsets - start, weights)
+        _apply(table, state, batch.unique_rows[first:last].long(), gradient, None, spec, hyper)
 
 
 def _table(weights_flat: Tensor, dim: int) -> Tensor:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import recsys_tpu.native
 from recsys_tpu.emulation import EmulationError, native, requirements
 from recsys_tpu.emulation.plugin import Plugin
 
@@ -75,7 +76,7 @@ def test_a_plugin_of_another_api_version_is_refused(tpu, monkeypatch):
 def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(recsys_tpu.native.shutil, "which", lambda name: None)
     with pytest.raises(EmulationError, match="needs a C compiler"):
         native.load_shim()
     monkeypatch.setenv("CC", str(tmp_path / "absent"))

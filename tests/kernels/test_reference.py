@@ -203,6 +203,25 @@ def test_bits_are_the_same_on_every_run_and_thread_count():
         assert torch.equal(pooled, outcomes[0][0]) and torch.equal(table, outcomes[0][1])
 
 
+@settings(max_examples=20, deadline=None)
+@given(case=cases())
+def test_bits_do_not_depend_on_how_many_rows_are_updated_together(case: Case):
+    spec = OptimizerSpec(Optimizer.ROWWISE_ADAGRAD)
+    found = []
+    for rows_at_once in (1, 3, 1 << 20):
+        weights = float_table(case).view(-1)
+        state = tuple(torch.zeros(size) for size in spec.state_sizes(case.num_rows, DIM))
+        grad = torch.randn(case.num_bags, DIM, generator=torch.Generator().manual_seed(1))
+        hyper = hyper_tensor(spec, learning_rate=0.1, step=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "_BLOCK_ELEMENTS", rows_at_once * DIM)
+            reference.fused_update(weights, state, grad, case.batch(), spec, hyper)
+        found.append((weights, state[0]))
+    for other in found[:-1]:
+        assert torch.equal(other[0], found[-1][0])
+        assert torch.equal(other[1], found[-1][1])
+
+
 def test_bad_specs_are_named():
     with pytest.raises(ValueError, match="momentum is SGD's"):
         OptimizerSpec(Optimizer.ADAM, momentum=0.9)

@@ -1,0 +1,113 @@
+"""The CPU's lookup and update: in C (`host.c`) for float32 tables, else, and without a compiler, plain torch.
+
+The C parts are those that decide the time of a step with many ids a sample; what they compute is the
+reference's up to the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recsys_tpu.kernels import reference
+from recsys_tpu.kernels.batch import LookupBatch, Optimizer
+from recsys_tpu.kernels.optimizer import LEARNING_RATE, OptimizerSpec
+from recsys_tpu.native import NativeBuildError, load_library
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("host.c")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+
+
+@torch.compiler.disable
+def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
+    """See `kernels.pooled_lookup`."""
+    library = _library() if _is_plain(weights_flat) else None
+    if library is None:
+        return reference.pooled_lookup(weights_flat, batch, dim)
+    out = torch.empty(batch.num_bags, dim)
+    library.pooled_lookup(
+        _data(weights_flat),
+        _data(batch.rows),
+        _data(batch.weights),
+        _data(batch.bag_offsets),
+        ctypes.c_int64(batch.num_bags),
+        ctypes.c_int64(dim),
+        _data(out),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+@torch.compiler.disable
+def fused_update(
+    weights_flat: Tensor,
+    state: tuple[Tensor, ...],
+    grad_output: Tensor,
+    batch: LookupBatch,
+    spec: OptimizerSpec,
+    hyper: Tensor,
+) -> None:
+    """See `kernels.fused_update`."""
+    library = _library() if _in_c(weights_flat, spec) else None
+    if library is None:
+        reference.fused_update(weights_flat, state, grad_output, batch, spec, hyper)
+        return
+    grad_output = grad_output.float().contiguous()
+    failed = library.rowwise_adagrad(
+        _data(weights_flat),
+        _data(state[0]),
+        _data(grad_output),
+        _data(batch.unique_rows),
+        _data(batch.row_offsets),
+        _data(batch.sorted_bags),
+        _data(batch.sorted_weights),
+        ctypes.c_int64(int(batch.counts[1])),
+        ctypes.c_int64(grad_output.shape[1]),
+        ctypes.c_float(float(hyper[LEARNING_RATE])),
+        ctypes.c_float(spec.eps),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("fused_update: no memory for one row a thread")
+
+
+def _in_c(weights_flat: Tensor, spec: OptimizerSpec) -> bool:
+    adagrad = spec.optimizer is Optimizer.ROWWISE_ADAGRAD
+    return _is_plain(weights_flat) and adagrad and not spec.weight_decay and spec.max_norm is None
+
+
+def _is_plain(weights_flat: Tensor) -> bool:
+    return weights_flat.dtype is torch.float32 and weights_flat.device.type == "cpu"
+
+
+def _data(tensor: Tensor | None) -> ctypes.c_void_p:
+    if tensor is None:
+        return ctypes.c_void_p(None)
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        return load_library(_SOURCE, _FLAGS, machine=_processor())
+    except NativeBuildError as error:
+        log.warning("lookups and updates run in plain torch, which takes longer: %s", error)
+        return None
+
+
+def _processor() -> str:
+    """What this machine's processor can do: a home folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
