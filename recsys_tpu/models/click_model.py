@@ -10,12 +10,26 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import SparseArch
+from torchrec.models import dlrm as torchrec_dlrm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 Towers = Callable[[Tensor, Tensor], Tensor]
+
+
+class SparseArch(torchrec_dlrm.SparseArch):
+    """TorchRec's lookups of a model, but no copy where the columns come in the order of the features."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """``[B, F, D]``."""
+        pooled = self.embedding_bag_collection(features)
+        if list(pooled.keys()) == self.sparse_feature_names:
+            columns = pooled.values()
+        else:
+            columns = torch.cat([pooled[name] for name in self.sparse_feature_names], dim=1)
+        embedded: Tensor = columns.reshape(-1, self.F, self.D)
+        return embedded
 
 
 class ClickModel(nn.Module):

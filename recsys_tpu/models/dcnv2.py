@@ -7,12 +7,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import SparseArch
 from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 
-from recsys_tpu.models.click_model import ClickModel
+from recsys_tpu.models.click_model import ClickModel, SparseArch
 
 
 class FullRankCrossNet(CrossNet):

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import SparseArch
 from torchrec.modules.deepfm import DeepFM as DeepComponent
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 
-from recsys_tpu.models.click_model import ClickModel
+from recsys_tpu.models.click_model import ClickModel, SparseArch
 
 
 class NumericFields(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec.models import dlrm as torchrec_dlrm
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recsys_tpu.models.click_model import ClickModel
+from recsys_tpu.models.click_model import ClickModel, SparseArch
 from recsys_tpu.models.interaction import DotInteraction
 
 
@@ -43,7 +43,8 @@ class DLRM(ClickModel, torchrec_dlrm.DLRM):
             [*bottom_mlp, _dim(embedding_bag_collection)],
             [*over_mlp, 1],
         )
-        self.inter_arch = DotInteraction(len(self.sparse_arch.sparse_feature_names))
+        self.sparse_arch = SparseArch(embedding_bag_collection)
+        self.inter_arch = DotInteraction(self.sparse_arch.F)
 
     def towers(self, dense: Tensor, embedded: Tensor) -> Tensor:
         """``[B, dense features]`` and ``[B, F, D]`` to logits ``[B]``."""
@@ -85,6 +86,7 @@ class DLRMDCNv2(ClickModel, torchrec_dlrm.DLRM_DCN):
             cross_layers,
             cross_rank,
         )
+        self.sparse_arch = SparseArch(embedding_bag_collection)
 
     def towers(self, dense: Tensor, embedded: Tensor) -> Tensor:
         """``[B, dense features]`` and ``[B, F, D]`` to logits ``[B]``."""
