@@ -49,6 +49,11 @@ class ClickDataConfig(Section):
     min_count: PositiveInt = Field(
         4, description="criteo_sample: categories seen less often in train share one id per feature"
     )
+    evaluate_on: Literal["test", "validation"] = Field(
+        "test",
+        description="criteo_sample, validation: leave the test rows (70,001-80,000) out of all, train on "
+        "rows 1-60,000 and evaluate on the 10,000 that follow",
+    )
     shuffle: bool = True
     shuffle_row_groups: PositiveInt = Field(4, description="row groups shuffled together in one window")
     lanes: PositiveInt = Field(
@@ -60,6 +65,8 @@ class ClickDataConfig(Section):
     def _path_for_parquet(self) -> ClickDataConfig:
         if self.kind == "parquet" and self.path is None:
             raise ValueError("data.kind=parquet needs data.path, the directory that preprocess wrote")
+        if self.kind != "criteo_sample" and self.evaluate_on != "test":
+            raise ValueError(f"data.evaluate_on={self.evaluate_on} is for data.kind=criteo_sample")
         return self
 
 

@@ -14,7 +14,10 @@ from recsys_tpu.data.synthetic import ensure_synthetic_log
 
 _SAMPLE_FILE = "head80k_reconstructed.txt.gz"
 # By time, as the sample's provenance note says; the rows are in the order of the original log.
-_SAMPLE_SPLITS = ("train=1-70000", "test=70001-80000")
+_SAMPLE_SPLITS = {
+    "test": ("train=1-70000", "test=70001-80000"),
+    "validation": ("train=1-60000", "test=60001-70000"),
+}
 # Small row groups: the sample has too few rows to fill the default size on every lane.
 _SAMPLE_ROW_GROUP_ROWS = 4096
 
@@ -39,10 +42,11 @@ def _prepare_sample(config: ClickDataConfig) -> Path:
     source = folder / _SAMPLE_FILE
     if not source.is_file():
         raise DatasetError(f"{source}: no such file; docs/data.md says how to get the Criteo sample")
-    output = config.cache_dir / f"criteo-sample-min{config.min_count}"
+    name = f"criteo-sample-min{config.min_count}"
+    output = config.cache_dir / (name if config.evaluate_on == "test" else f"{name}-{config.evaluate_on}")
     recipe = Recipe(
         ids=Vocabulary(config.min_count),
-        splits=_SAMPLE_SPLITS,
+        splits=_SAMPLE_SPLITS[config.evaluate_on],
         row_group_rows=_SAMPLE_ROW_GROUP_ROWS,
         rows_per_part=_SAMPLE_ROW_GROUP_ROWS * 32,
     )
