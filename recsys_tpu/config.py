@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 
 from recsys_tpu.config_section import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section
+from recsys_tpu.data.multi_hot import MultiHot
 from recsys_tpu.data.planted_clusters import PlantedClusters
 from recsys_tpu.data.synthetic import SyntheticLog
 from recsys_tpu.errors import ConfigError
@@ -60,6 +61,10 @@ class ClickDataConfig(Section):
         8, description="independent streams that make up a global batch; the world size must divide it"
     )
     prefetch_batches: PositiveInt = 4
+    eval_split: Literal["test", "val"] = Field("test", description="the split that evaluations read")
+    multi_hot: MultiHot | None = Field(
+        None, description="make every id several, as MLPerf's DLRM-DCNv2 does (docs/criteo.md)"
+    )
 
     @model_validator(mode="after")
     def _path_for_parquet(self) -> ClickDataConfig:

@@ -1,20 +1,19 @@
-"""Predictions of a model over a whole split, gathered from every rank."""
+"""A model over a whole split: metrics of all ranks together, or predictions written to a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from recsys_tpu.data.reader import ParquetReader
-from recsys_tpu.metrics import ClickMetrics, click_metrics
+from recsys_tpu.metrics import ClickMetrics
 from recsys_tpu.runtime import Runtime
+from recsys_tpu.streaming_metrics import StreamingClickMetrics
 
 
 def evaluate(model: nn.Module, reader: ParquetReader, runtime: Runtime) -> ClickMetrics:
@@ -22,33 +21,20 @@ def evaluate(model: nn.Module, reader: ParquetReader, runtime: Runtime) -> Click
 
     Raises:
         DatasetError: the split has only one class.
+        TrainingDivergedError: a prediction is NaN.
     """
-    labels, logits = predict(model, reader, runtime)
-    return click_metrics(labels, logits)
-
-
-def predict(
-    model: nn.Module, reader: ParquetReader, runtime: Runtime
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """(labels, logits) ``[rows]`` of the split, padding left out; collective."""
+    found = StreamingClickMetrics()
     was_training = model.training
     model.eval()
-    collected = []
     with torch.no_grad():
         for batch in reader.epoch(0):
             on_device = batch.dense_to(runtime.device)
             with runtime.autocast():
                 logits = model(on_device.dense, on_device.sparse)
-            collected.append(torch.stack([batch.labels, logits.float().cpu(), batch.weights]))
+            valid = batch.weights > 0
+            found.add(batch.labels[valid].numpy(), logits.float().cpu()[valid].numpy())
     model.train(was_training)
-    local = torch.cat(collected, dim=1)
-    # every rank has the same number of equal batches, so the pieces are of one size
-    pieces = [torch.empty_like(local) for _ in range(runtime.world_size)]
-    dist.all_gather(pieces, local)
-    everything = torch.cat(pieces, dim=1)
-    labels, predictions, weights = everything.numpy()
-    valid = weights > 0
-    return labels[valid], predictions[valid]
+    return found.result()
 
 
 def write_predictions(model: nn.Module, reader: ParquetReader, runtime: Runtime, path: Path) -> int:

@@ -46,21 +46,36 @@ def click_metrics(labels: npt.ArrayLike, logits: npt.ArrayLike) -> ClickMetrics:
     y = np.asarray(labels, np.float64)
     x = np.asarray(logits, np.float64)
     rows, positives = len(y), int(y.sum())
-    if positives in (0, rows):
+    return metrics_from_sums(
+        auc=float(roc_auc_score(y, x)) if 0 < positives < rows else None,
+        # log(1 + exp(x)) - y x, stable for either sign of x
+        loss=float(np.sum(np.logaddexp(0.0, x) - y * x)),
+        predictions=float(np.sum(0.5 * (1 + np.tanh(0.5 * x)))),
+        rows=rows,
+        positives=positives,
+    )
+
+
+def metrics_from_sums(
+    *, auc: float | None, loss: float, predictions: float, rows: int, positives: int
+) -> ClickMetrics:
+    """Metrics from sums over rows: of the log loss and of the predicted probabilities.
+
+    Raises:
+        DatasetError: the labels are all the same, so that AUC and normalized entropy do not exist.
+    """
+    if positives in (0, rows) or auc is None:
         kind = "no positives" if positives == 0 else "no negatives"
         raise DatasetError(
             f"the evaluation set of {rows:,} rows has {kind}: AUC does not exist; take more rows"
         )
-    # log(1 + exp(x)) - y x, stable for either sign of x
-    log_loss = float(np.mean(np.logaddexp(0.0, x) - y * x))
     rate = positives / rows
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
-    predictions = 0.5 * (1 + np.tanh(0.5 * x))
     return ClickMetrics(
-        auc=float(roc_auc_score(y, x)),
-        log_loss=log_loss,
-        normalized_entropy=float(log_loss / entropy),
-        calibration=float(predictions.sum() / positives),
+        auc=auc,
+        log_loss=loss / rows,
+        normalized_entropy=float(loss / rows / entropy),
+        calibration=predictions / positives,
         rows=rows,
         positives=positives,
     )

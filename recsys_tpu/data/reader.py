@@ -29,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_tpu.data.batch import Batch
 from recsys_tpu.data.metadata import DatasetError, DatasetMetadata
+from recsys_tpu.data.multi_hot import MultiHotTables
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class ParquetReader:
         window_row_groups: int = 4,
         prefetch: int = 4,
         num_embeddings: Mapping[str, int] | None = None,
+        multi_hot: MultiHotTables | None = None,
     ) -> None:
         """
         Args:
@@ -94,6 +96,7 @@ class ParquetReader:
             window_row_groups: row groups that are shuffled together (and held in memory) per stream.
             prefetch: batches prepared ahead by a background thread.
             num_embeddings: rows of the model's tables by feature; ids are checked against them.
+            multi_hot: further ids for each id of the data.
 
         Raises:
             DatasetError: the directory is unfinished, a file is missing, the split is empty, a table is
@@ -118,6 +121,7 @@ class ParquetReader:
         self._own_lanes = range(rank * per_rank, (rank + 1) * per_rank)
         self._shuffle, self._seed = shuffle, seed
         self._window_row_groups, self._prefetch = window_row_groups, prefetch
+        self._multi_hot = multi_hot
         self.batch_size = batch_size
         self.batches_per_epoch = -(-self._lane_span(lanes - 1, width=True) // self._lane_batch)
 
@@ -132,6 +136,7 @@ class ParquetReader:
             "shuffle": self._shuffle,
             "seed": self._seed,
             "window_row_groups": self._window_row_groups,
+            **({"multi_hot": self._multi_hot.fingerprint} if self._multi_hot else {}),
         }
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
@@ -274,9 +279,11 @@ class ParquetReader:
             if missing:
                 pieces.append(self._padding(missing))
         ids, lengths = [], []
-        for feature in range(len(self.metadata.sparse_features)):
+        for feature, name in enumerate(self.metadata.sparse_features):
             for piece in pieces:
                 values, counts = piece.sparse[feature].rows(0, len(piece))
+                if self._multi_hot:
+                    values, counts = self._multi_hot.expand(name, values), counts * self._multi_hot.size(name)
                 ids.append(values)
                 lengths.append(counts)
         labels = np.concatenate([piece.labels for piece in pieces])

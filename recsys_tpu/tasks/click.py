@@ -13,6 +13,7 @@ from recsys_tpu.baselines import constant_metrics, logistic_regression_metrics, 
 from recsys_tpu.config import ClickDataConfig, Config, TwoTowerConfig
 from recsys_tpu.data.batch import Batch
 from recsys_tpu.data.metadata import DatasetMetadata
+from recsys_tpu.data.multi_hot import MultiHotTables, ensure_multi_hot_tables
 from recsys_tpu.data.reader import ParquetReader
 from recsys_tpu.data.source import prepare_data
 from recsys_tpu.evaluation import evaluate
@@ -24,7 +25,7 @@ from recsys_tpu.tasks.task import Task, on_rank_zero_first
 
 
 class ClickTask(Task[Batch, ClickMetrics]):
-    """A click model over a preprocessed Parquet directory with splits `train` and `test`."""
+    """A click model over a preprocessed Parquet directory with split `train` and one to evaluate on."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert isinstance(config.data, ClickDataConfig) and not isinstance(config.model, TwoTowerConfig)
@@ -33,9 +34,21 @@ class ClickTask(Task[Batch, ClickMetrics]):
         self.data_directory = on_rank_zero_first(runtime, lambda: prepare_data(self._data))
         self.metadata = DatasetMetadata.load(self.data_directory)
         self.num_embeddings = self._model.num_embeddings or self.metadata.num_embeddings
+        self._multi_hot = self._prepare_multi_hot()
         self.train_reader = self._reader("train", config.train.batch_size, shuffle=self._data.shuffle)
-        self.test_reader = self._reader("test", config.train.eval_batch_size, shuffle=False)
+        self.eval_split = self._data.eval_split
+        self.test_reader = self._reader(self.eval_split, config.train.eval_batch_size, shuffle=False)
         self.batches_per_epoch = self.train_reader.batches_per_epoch
+
+    def _prepare_multi_hot(self) -> MultiHotTables | None:
+        settings, rows = self._data.multi_hot, self.num_embeddings
+        if settings is None:
+            return None
+        self.metadata.check_table_sizes(rows)
+        in_order = {name: rows[name] for name in self.metadata.sparse_features}
+        return on_rank_zero_first(
+            self._runtime, lambda: ensure_multi_hot_tables(settings, in_order, self._data.cache_dir)
+        )
 
     def build_model(self) -> nn.Module:
         return build_click_model(
@@ -63,20 +76,22 @@ class ClickTask(Task[Batch, ClickMetrics]):
     def describe_data(self) -> str:
         return (
             f"{self.data_directory}: {self.train_reader.rows:,} train rows, "
-            f"{self.test_reader.rows:,} test rows"
+            f"{self.test_reader.rows:,} {self.eval_split} rows"
         )
 
     def report(self, metrics: ClickMetrics, log: RunLog, step: int) -> None:
         rows: dict[str, ClickMetrics] = {self._model.kind: metrics}
-        oracle = oracle_metrics(self.data_directory, "test")
+        oracle = oracle_metrics(self.data_directory, self.eval_split)
         if oracle is not None:
             rows["oracle (true probabilities)"] = oracle
         if self._config.train.baselines:
             rows["logistic regression"] = logistic_regression_metrics(
-                self.data_directory, train="train", test="test", seed=self._config.run.seed
+                self.data_directory, train="train", test=self.eval_split, seed=self._config.run.seed
             )
-            rows["constant"] = constant_metrics(self.data_directory, train="train", test="test")
-        table = Table(title=f"test split, {metrics.rows:,} rows, {metrics.positives:,} positives")
+            rows["constant"] = constant_metrics(self.data_directory, train="train", test=self.eval_split)
+        table = Table(
+            title=f"{self.eval_split} split, {metrics.rows:,} rows, {metrics.positives:,} positives"
+        )
         for column in ("predictor", "AUC", "log loss", "norm. entropy", "calibration"):
             table.add_column(column, justify="left" if column == "predictor" else "right")
         for name, found in rows.items():
@@ -107,4 +122,5 @@ class ClickTask(Task[Batch, ClickMetrics]):
             window_row_groups=data.shuffle_row_groups,
             prefetch=data.prefetch_batches,
             num_embeddings=self.num_embeddings,
+            multi_hot=self._multi_hot,
         )
