@@ -20,6 +20,7 @@ from recsys_tpu.data.planted_clusters import PlantedClusters
 from recsys_tpu.data.synthetic import SyntheticLog
 from recsys_tpu.errors import ConfigError
 from recsys_tpu.models.settings import DCNv2Config, DeepFMConfig, DLRMConfig, DLRMDCNv2Config
+from recsys_tpu.protocol.settings import ProtocolConfig
 from recsys_tpu.runtime.settings import RuntimeConfig
 
 
@@ -276,6 +277,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     sharding: ShardingConfig = ShardingConfig()
     train: TrainConfig = TrainConfig()
+    protocol: ProtocolConfig = ProtocolConfig()
 
     @model_validator(mode="after")
     def _data_fits_model(self) -> Config:
@@ -284,6 +286,15 @@ class Config(Section):
                 f"model.kind={self.model.kind} cannot train on data.kind={self.data.kind}: two_tower takes "
                 "movielens, events or planted_clusters; click models take synthetic, criteo_sample or parquet"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _protocol_fits(self) -> Config:
+        given = self.protocol != ProtocolConfig()
+        if given and isinstance(self.model, TwoTowerConfig):
+            raise ValueError("the protocol section is for click models, not for model.kind=two_tower")
+        if self.protocol.evaluations_per_epoch and self.train.eval_every:
+            raise ValueError("give train.eval_every or protocol.evaluations_per_epoch, not both")
         return self
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ class RunLog:
     """One per process; on ranks other than 0 every call does nothing."""
 
     def __init__(self, directory: Path, *, rank: int) -> None:
-        self._active = rank == 0
+        self._active, self.directory = rank == 0, directory
         self.console = Console(quiet=not self._active, highlight=False, soft_wrap=True)
         if not self._active:
             return

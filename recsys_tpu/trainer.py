@@ -23,6 +23,7 @@ from recsys_tpu.errors import PreemptedError, TrainingDivergedError
 from recsys_tpu.numerics import SpikeWatch, first_bad_tensor, gradient_norm
 from recsys_tpu.optimizers import LearningRateSchedule, build_optimizer, fuse_table_optimizer
 from recsys_tpu.preemption import StopVote
+from recsys_tpu.protocol.run import ProtocolRun
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.runtime.peers import PeerWatch
@@ -41,6 +42,14 @@ class Trainer:
         self.directory = config.run.directory
         self.log = RunLog(self.directory, rank=runtime.rank)
         self.task: Task[Any, Any] = build_task(config, runtime)
+        self.protocol = ProtocolRun(
+            config,
+            batches_per_epoch=self.task.batches_per_epoch,
+            train_samples=self.task.train_samples,
+            eval_samples=self.task.eval_samples,
+            log=self.log,
+            rank=runtime.rank,
+        )
         self.total_steps = config.train.epochs * self.task.batches_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
@@ -77,8 +86,11 @@ class Trainer:
         self._write_config()
         self._resume()
         self._print_header()
-        self._train()
-        metrics = self._evaluate()
+        self.protocol.start()
+        metrics = self._train()
+        if metrics is None:
+            metrics = self._evaluate()
+        self.protocol.end(self.step)
         with self.timer.phase("checkpoint"):
             self.store.wait()
         if self.runtime.rank == 0:
@@ -96,6 +108,7 @@ class Trainer:
 
     def close(self) -> None:
         self.peers.close()
+        self.protocol.close()
         self.log.close()
 
     # ---- set-up
@@ -130,7 +143,8 @@ class Trainer:
 
     # ---- training
 
-    def _train(self) -> None:
+    def _train(self) -> Metrics | None:
+        """Train to the last step, or to the evaluation that reaches the target: its metrics."""
         train = self.config.train
         self._first_step = self.step
         self.log.start_progress(total=self.total_steps, done=self.step)
@@ -140,21 +154,24 @@ class Trainer:
             losses.append(self._train_step(batch))
             self.step += 1
             last = self.step == self.total_steps
-            evaluating = bool(train.eval_every) and self.step % train.eval_every == 0 and not last
+            evaluating = self.protocol.evaluates_after(self.step) and not last
             saving = last or (bool(train.checkpoint_every) and self.step % train.checkpoint_every == 0)
             if self.step % train.log_every == 0 or evaluating or saving:
                 self._log_steps(losses, time.perf_counter() - started, self.step - logged)
                 losses = []
-            if evaluating:
-                self._evaluate()
-            if saving:
+            metrics = self._evaluate() if evaluating else None
+            if saving or self.protocol.reached:
                 self.save()
+            if self.protocol.reached:
+                self.log.stop_progress()
+                return metrics
             if not last and self.stop.agreed():
                 self._log_steps(losses, time.perf_counter() - started, self.step - logged)
                 self._end_preempted(saved=saving)
             if not losses:
                 started, logged = time.perf_counter(), self.step
         self.log.stop_progress()
+        return None
 
     def _end_preempted(self, *, saved: bool) -> None:
         if not saved:
@@ -248,8 +265,10 @@ class Trainer:
         )
 
     def _evaluate(self) -> Metrics:
+        self.protocol.before_evaluation(self.step)
         with self.timer.phase("evaluation"):
             metrics = self.task.evaluate(self.model)
+        self.protocol.after_evaluation(self.step, metrics)
         self.runtime.compile_watch.expect_so_far()
         self.log.event("test", self.step, metrics.as_dict())
         self.log.message(f"step {self.step:>6}  test {metrics}")
@@ -354,3 +373,4 @@ class Trainer:
         for name, value in lines.items():
             self.log.message(f"{name:>16}: {value}")
         self.log.event("header", self.step, lines)
+        self.log.event("dataset", self.step, self.task.dataset())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
@@ -43,6 +43,7 @@ def case(seed: int, rows: int, decimals: int) -> tuple[LABELS, NDArray[np.float3
     return labels, np.round(rng.normal(0, 2, rows), decimals).astype(np.float32)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 150), st.integers(0, 3))
 def test_auc_is_the_ratio_of_pairs_rounded_once(seed: int, rows: int, decimals: int) -> None:
     labels, logits = case(seed, rows, decimals)
@@ -61,6 +62,7 @@ def test_equal_to_scikit_learn_and_the_metrics_of_whole_arrays() -> None:
         assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=50))
 def test_keys_order_as_floats_do(values: list[float]) -> None:
     floats = np.array(values, np.float32)

@@ -7,6 +7,7 @@ an id in ``[0, num_embeddings[feature])``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -114,6 +115,11 @@ class DatasetMetadata(BaseModel):
                 for item in error.errors()
             )
             raise DatasetError(f"{path}: {problems}. Preprocess the data again with this version") from None
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of all that this says, so of the recipe, the source files and their fingerprints."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
     def save(self, directory: str | Path) -> None:
         """Write `directory`/metadata.json atomically: after a crash there is the whole file or none."""

@@ -11,7 +11,6 @@ No row is dropped: the last batch of an epoch is filled up with padding of weigh
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping
@@ -129,7 +128,7 @@ class ParquetReader:
     def order(self) -> dict[str, Any]:
         """All that decides which rows batch number `i` of an epoch holds; the world size is not among it."""
         return {
-            "content": hashlib.sha256(self.metadata.model_dump_json().encode()).hexdigest()[:16],
+            "content": self.metadata.content_hash,
             "split": self.split,
             "batch_size": self.batch_size,
             "lanes": self._lanes,

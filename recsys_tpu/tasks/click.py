@@ -39,6 +39,7 @@ class ClickTask(Task[Batch, ClickMetrics]):
         self.eval_split = self._data.eval_split
         self.test_reader = self._reader(self.eval_split, config.train.eval_batch_size, shuffle=False)
         self.batches_per_epoch = self.train_reader.batches_per_epoch
+        self.train_samples, self.eval_samples = self.train_reader.rows, self.test_reader.rows
 
     def _prepare_multi_hot(self) -> MultiHotTables | None:
         settings, rows = self._data.multi_hot, self.num_embeddings
@@ -78,6 +79,19 @@ class ClickTask(Task[Batch, ClickMetrics]):
             f"{self.data_directory}: {self.train_reader.rows:,} train rows, "
             f"{self.test_reader.rows:,} {self.eval_split} rows"
         )
+
+    def dataset(self) -> dict[str, Any]:
+        metadata = self.metadata
+        return {
+            "directory": str(self.data_directory),
+            "content": metadata.content_hash,
+            "splits": {
+                name: {"rows": split.rows, "positives": split.positives}
+                for name, split in metadata.splits.items()
+            },
+            "recipe": metadata.recipe,
+            "source": metadata.source,
+        }
 
     def report(self, metrics: ClickMetrics, log: RunLog, step: int) -> None:
         rows: dict[str, ClickMetrics] = {self._model.kind: metrics}

@@ -31,10 +31,14 @@ class Task(ABC, Generic[BatchT, MetricsT]):
     Attributes:
         num_embeddings: rows of each table of the model, by feature.
         batches_per_epoch: steps in one pass over the training data; the same on every rank.
+        train_samples, eval_samples: rows of the training and the evaluation split, over all ranks; None
+            where an evaluation has no rows to speak of.
     """
 
     num_embeddings: Mapping[str, int]
     batches_per_epoch: int
+    train_samples: int | None = None
+    eval_samples: int | None = None
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -72,6 +76,10 @@ class Task(ABC, Generic[BatchT, MetricsT]):
     @abstractmethod
     def describe_data(self) -> str:
         """One line of the run's header."""
+
+    def dataset(self) -> dict[str, Any]:
+        """What identifies the data, as JSON values, for the run's log."""
+        return {}
 
     def data_order(self) -> dict[str, Any]:
         """All that decides which samples a step sees, as JSON values; a checkpoint fits no other order."""

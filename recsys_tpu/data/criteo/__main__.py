@@ -81,10 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--num-embeddings",
         metavar="N|N1,...,N26|mlperf",
-        help="hashed: table size of all features, of each, or those of MLPerf's DLRM-DCNv2",
+        help="table size of all features, of each, or those of MLPerf's DLRM-DCNv2: what a hash, or the id "
+        "of a vocabulary, is taken modulo of",
     )
+    add("--min-count", type=int, metavar="N", help="vocabulary: keep hashes seen so often (BARS: 10)")
     add(
-        "--min-count", type=int, metavar="N", help="vocabulary: keep hashes seen so often in train (BARS: 10)"
+        "--fit-on",
+        choices=["train", "all"],
+        help="vocabulary: the rows whose hashes are counted; all: of every split, as MLPerf does "
+        "(default: train)",
     )
     add(
         "--split",
@@ -138,22 +143,29 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 
 def _ids(options: argparse.Namespace) -> Hashed | Vocabulary:
+    sizes = _table_sizes(options.num_embeddings)
     if options.recipe == "vocabulary":
-        if options.min_count is None or options.num_embeddings is not None:
-            raise ValueError("--recipe vocabulary: give --min-count (and no --num-embeddings)")
-        return Vocabulary(options.min_count)
-    if options.num_embeddings is None or options.min_count is not None:
-        raise ValueError("--recipe hashed: give --num-embeddings (and no --min-count)")
-    if options.num_embeddings == "mlperf":
-        return Hashed(MLPERF_NUM_EMBEDDINGS)
+        if options.min_count is None:
+            raise ValueError("--recipe vocabulary: give --min-count")
+        return Vocabulary(options.min_count, fit_on=options.fit_on or "train", num_embeddings=sizes)
+    if sizes is None or options.min_count is not None or options.fit_on is not None:
+        raise ValueError("--recipe hashed: give --num-embeddings (and no --min-count or --fit-on)")
+    return Hashed(sizes)
+
+
+def _table_sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    if text == "mlperf":
+        return MLPERF_NUM_EMBEDDINGS
     try:
-        sizes = tuple(int(size) for size in options.num_embeddings.split(","))
+        sizes = tuple(int(size) for size in text.split(","))
     except ValueError:
         raise ValueError(
-            f"--num-embeddings {options.num_embeddings}: must be a number, "
+            f"--num-embeddings {text}: must be a number, "
             f"{len(SPARSE_FEATURES)} of them with commas, or mlperf"
         ) from None
-    return Hashed(sizes * len(SPARSE_FEATURES) if len(sizes) == 1 else sizes)
+    return sizes * len(SPARSE_FEATURES) if len(sizes) == 1 else sizes
 
 
 def _max_bad(options: argparse.Namespace) -> int | None:

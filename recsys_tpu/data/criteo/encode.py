@@ -58,14 +58,16 @@ class VocabularyEncoder:
     Args:
         hash_files: per feature, the kept hashes as raw ascending little-endian uint32.  They are mapped
             into memory, so worker processes share them.
+        num_embeddings: per feature, the table size that ids are taken modulo of; None: ids as they are.
     """
 
-    def __init__(self, hash_files: Sequence[Path]) -> None:
+    def __init__(self, hash_files: Sequence[Path], num_embeddings: Sequence[int] | None = None) -> None:
         self._files = list(hash_files)
+        self._num_embeddings = num_embeddings
         self._hashes: list[NDArray[np.uint32]] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_files": self._files, "_hashes": None}
+        return {**self.__dict__, "_hashes": None}
 
     def encode(self, hashes: NDArray[np.uint32], missing: NDArray[np.bool_]) -> NDArray[np.int32]:
         if self._hashes is None:
@@ -79,6 +81,8 @@ class VocabularyEncoder:
             found = known[np.minimum(position, len(known) - 1)] == hashes[feature]
             ids[feature] = np.where(found, position + FIRST_HASH_ID, UNSEEN_ID)
         ids[missing] = MISSING_ID
+        if self._num_embeddings is not None:
+            ids %= np.array(self._num_embeddings, np.int32)[:, None]
         return ids
 
 

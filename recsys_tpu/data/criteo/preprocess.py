@@ -147,18 +147,21 @@ def _make_encoder(
     ids = job.recipe.ids
     if isinstance(ids, Hashed):
         return HashedEncoder(ids.num_embeddings), dict(zip(SPARSE_FEATURES, ids.num_embeddings, strict=True))
-    train = [part for part in parts if part.split == "train"]
-    if not train:
+    counted = [part for part in parts if part.split == "train" or ids.fit_on == "all"]
+    if not counted:
         raise ValueError("a vocabulary is fitted on the train split: give --split train=FIRST-LAST")
     hash_files = [workspace.root / VOCABULARY_DIRECTORY / f"{name}.hashes" for name in SPARSE_FEATURES]
     if workspace.load("vocabulary") is None:
-        _run(workspace, "count", work.count_hashes, work.count_step, job, train, jobs, console)
-        kept = _fit(workspace, ids, work.stored_runs(workspace, train), hash_files, console)
+        _run(workspace, "count", work.count_hashes, work.count_step, job, counted, jobs, console)
+        kept = _fit(workspace, ids, work.stored_runs(workspace, counted), hash_files, console)
         workspace.save("vocabulary", kept)
     sizes = workspace.load("vocabulary")
     assert sizes is not None
-    num_embeddings = {name: int(str(sizes[name])) + FIRST_HASH_ID for name in SPARSE_FEATURES}
-    return VocabularyEncoder(hash_files), num_embeddings
+    if ids.num_embeddings is None:
+        num_embeddings = {name: int(str(sizes[name])) + FIRST_HASH_ID for name in SPARSE_FEATURES}
+    else:
+        num_embeddings = dict(zip(SPARSE_FEATURES, ids.num_embeddings, strict=True))
+    return VocabularyEncoder(hash_files, ids.num_embeddings), num_embeddings
 
 
 def _fit(

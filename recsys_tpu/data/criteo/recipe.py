@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from recsys_tpu.data.criteo.schema import SPARSE_FEATURES
 from recsys_tpu.data.criteo.splits import LastDay
@@ -19,14 +19,7 @@ class Hashed:
     num_embeddings: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.num_embeddings) != len(SPARSE_FEATURES):
-            raise ValueError(
-                f"--num-embeddings: {len(self.num_embeddings)} sizes for {len(SPARSE_FEATURES)} features; "
-                "give one size for all or one for each"
-            )
-        for feature, rows in zip(SPARSE_FEATURES, self.num_embeddings, strict=True):
-            if not 1 <= rows < 2**31:
-                raise ValueError(f"--num-embeddings: {feature} has {rows} rows; must be 1 to 2147483647")
+        _check_table_sizes(self.num_embeddings)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -38,21 +31,46 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Contiguous ids for hashes seen `min_count` times in train; see `encode.VocabularyEncoder`."""
+    """Contiguous ids for hashes seen `min_count` times; see `encode.VocabularyEncoder`.
+
+    `fit_on` says in which rows they are counted: those of train, or of all splits as MLPerf's reference
+    does (so that a category first seen on the last day has a row of its own).  With `num_embeddings` an id is
+    taken modulo its feature's table size, as MLPerf caps its tables at 40 million rows.
+    """
 
     min_count: int
+    fit_on: Literal["train", "all"] = "train"
+    num_embeddings: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.min_count < 1:
             raise ValueError(f"--min-count: {self.min_count} must be at least 1")
+        if self.num_embeddings is not None:
+            _check_table_sizes(self.num_embeddings)
 
     def describe(self) -> dict[str, Any]:
-        return {
+        content: dict[str, Any] = {
             "kind": "vocabulary",
             "min_count": self.min_count,
             "missing_category": "id 0",
             "rare_or_unseen_category": "id 1",
         }
+        if self.fit_on != "train":
+            content["fit_on"] = self.fit_on
+        if self.num_embeddings is not None:
+            content["modulo"] = dict(zip(SPARSE_FEATURES, self.num_embeddings, strict=True))
+        return content
+
+
+def _check_table_sizes(num_embeddings: tuple[int, ...]) -> None:
+    if len(num_embeddings) != len(SPARSE_FEATURES):
+        raise ValueError(
+            f"--num-embeddings: {len(num_embeddings)} sizes for {len(SPARSE_FEATURES)} features; "
+            "give one size for all or one for each"
+        )
+    for feature, rows in zip(SPARSE_FEATURES, num_embeddings, strict=True):
+        if not 1 <= rows < 2**31:
+            raise ValueError(f"--num-embeddings: {feature} has {rows} rows; must be 1 to 2147483647")
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,23 @@ def test_vocabulary_is_fitted_on_train_only(tmp_path):
     assert not (output / "_work").exists()
 
 
+def test_a_vocabulary_of_all_splits_taken_modulo_the_table_sizes(tmp_path):
+    lines = random_lines(300, seed=6, distinct=40)
+    file = write_log(tmp_path / "a.txt", lines)
+    sizes = tuple(7 if feature % 2 else 2**31 - 1 for feature in range(26))
+    splits = ("train=1-100", "test=101-")
+    recipe = Recipe(Vocabulary(1, fit_on="all", num_embeddings=sizes), splits=splits)
+    output, metadata = run(tmp_path, [file], recipe)
+    assert list(metadata.num_embeddings.values()) == list(sizes)
+    expected = expected_vocabulary(lines[100:], lines, 1)
+    folded = [
+        [*row[:14], *(value % size for value, size in zip(row[14:], sizes, strict=True))] for row in expected
+    ]
+    assert_rows_equal(read_split(output, metadata.splits["test"].files), folded)
+    with pytest.raises(DatasetError, match="modulo"):
+        run(tmp_path, [file], Recipe(Vocabulary(1, fit_on="all"), splits=splits))
+
+
 def test_a_column_missing_in_every_row_and_an_empty_c26(tmp_path):
     lines = [
         b"\t".join([*fields[:5], b"", *fields[6:20], b"", *fields[21:39], b""])
