@@ -49,17 +49,16 @@ class Vocabulary:
             _check_table_sizes(self.num_embeddings)
 
     def describe(self) -> dict[str, Any]:
-        content: dict[str, Any] = {
+        sizes = self.num_embeddings
+        return {
             "kind": "vocabulary",
             "min_count": self.min_count,
             "missing_category": "id 0",
             "rare_or_unseen_category": "id 1",
+            # None where an earlier version wrote no such key, so that its directories stay valid
+            "fit_on": None if self.fit_on == "train" else self.fit_on,
+            "modulo": None if sizes is None else dict(zip(SPARSE_FEATURES, sizes, strict=True)),
         }
-        if self.fit_on != "train":
-            content["fit_on"] = self.fit_on
-        if self.num_embeddings is not None:
-            content["modulo"] = dict(zip(SPARSE_FEATURES, self.num_embeddings, strict=True))
-        return content
 
 
 def _check_table_sizes(num_embeddings: tuple[int, ...]) -> None:
