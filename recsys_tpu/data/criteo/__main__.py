@@ -11,11 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from recsys_tpu.data.criteo.estimate import estimate, print_estimate
 from recsys_tpu.data.criteo.pool import WorkerDied
 from recsys_tpu.data.criteo.preprocess import preprocess
 from recsys_tpu.data.criteo.recipe import ROW_GROUP_ROWS, ROW_GROUPS_PER_PART, Hashed, Recipe, Vocabulary
 from recsys_tpu.data.criteo.schema import MLPERF_NUM_EMBEDDINGS, SPARSE_FEATURES
 from recsys_tpu.data.criteo.splits import LastDay
+from recsys_tpu.data.criteo.verify import check_mlperf_files, check_preprocessed, print_checks
 
 _EXAMPLES = """examples:
   # Kaggle, hashed into tables of 100,000 rows, split by the published protocol
@@ -34,15 +36,9 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     options = _parser().parse_args(arguments)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        preprocess(
-            options.input,
-            options.output,
-            _recipe(options),
-            jobs=options.jobs,
-            max_bad=_max_bad(options),
-            console=Console(stderr=True, soft_wrap=True, highlight=False),
-        )
+        return int(options.command(options, console))
     except (ValueError, WorkerDied) as error:
         return _fail(str(error))
     except OSError as error:
@@ -55,7 +51,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _fail("interrupted; run the same command again to continue")
         return 130
+
+
+def _preprocess(options: argparse.Namespace, console: Console) -> int:
+    recipe, max_bad = _recipe(options), _max_bad(options)
+    if options.estimate:
+        print_estimate(estimate(options.input, recipe, jobs=options.jobs), options.output, console)
+    else:
+        preprocess(options.input, options.output, recipe, jobs=options.jobs, max_bad=max_bad, console=console)
     return 0
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    if options.protocol == "mlperf-files":
+        checks = list(check_mlperf_files(options.directory))
+    else:
+        checks = check_preprocessed(options.directory, options.protocol)
+    return 0 if print_checks(checks, console) else 1
 
 
 def _fail(message: str) -> int:
@@ -123,6 +135,22 @@ def _parser() -> argparse.ArgumentParser:
         help=f"source rows per output file (default: {ROW_GROUPS_PER_PART} row groups)",
     )
     add("--compression", choices=["zstd", "snappy", "lz4"], default="zstd", help="default: %(default)s")
+    add("--estimate", action="store_true", help="say what disk, time and memory it takes, and do nothing")
+    command.set_defaults(command=_preprocess)
+
+    verify = commands.add_parser(
+        "verify",
+        help="compare rows, splits, click rates or checksums with the published ones",
+        description="Print expected beside found; exit status 1 if anything differs.",
+    )
+    verify.add_argument("directory", type=Path, help="output of preprocess, or MLPerf's own files")
+    verify.add_argument(
+        "--protocol",
+        choices=["kaggle", "1tb", "mlperf-files"],
+        required=True,
+        help="mlperf-files: MD5 of the .npy and .npz files that MLPerf distributes",
+    )
+    verify.set_defaults(command=_verify)
     return parser
 
 
