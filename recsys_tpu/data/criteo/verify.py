@@ -38,7 +38,9 @@ def check_preprocessed(directory: Path, protocol: str) -> list[Check]:
     metadata, published = DatasetMetadata.load(directory), PUBLISHED_LOGS[protocol]
     files = metadata.source.get("files")
     assert isinstance(files, list)
-    lines = {str(item["name"]).split(".")[0]: item["lines"] for item in files if isinstance(item, dict)}
+    lines = {
+        str(item["name"]).split(".")[0]: int(str(item["lines"])) for item in files if isinstance(item, dict)
+    }
     checks = [
         _rows(f"rows of {name}", expected, lines.get(name)) for name, expected in published.rows.items()
     ]
