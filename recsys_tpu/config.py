@@ -53,8 +53,8 @@ class ClickDataConfig(Section):
     )
     evaluate_on: Literal["test", "validation"] = Field(
         "test",
-        description="criteo_sample, validation: leave the test rows (70,001-80,000) out of all, train on "
-        "rows 1-60,000 and evaluate on the 10,000 that follow",
+        description="validation: the split val of a parquet directory; of the criteo_sample rows "
+        "60,001-70,000, training on those before and leaving the test rows (70,001-80,000) out of all",
     )
     shuffle: bool = True
     shuffle_row_groups: PositiveInt = Field(4, description="row groups shuffled together in one window")
@@ -62,7 +62,6 @@ class ClickDataConfig(Section):
         8, description="independent streams that make up a global batch; the world size must divide it"
     )
     prefetch_batches: PositiveInt = 4
-    eval_split: Literal["test", "val"] = Field("test", description="the split that evaluations read")
     multi_hot: MultiHot | None = Field(
         None, description="make every id several, as MLPerf's DLRM-DCNv2 does (docs/criteo.md)"
     )
@@ -71,9 +70,14 @@ class ClickDataConfig(Section):
     def _path_for_parquet(self) -> ClickDataConfig:
         if self.kind == "parquet" and self.path is None:
             raise ValueError("data.kind=parquet needs data.path, the directory that preprocess wrote")
-        if self.kind != "criteo_sample" and self.evaluate_on != "test":
-            raise ValueError(f"data.evaluate_on={self.evaluate_on} is for data.kind=criteo_sample")
+        if self.kind == "synthetic" and self.evaluate_on != "test":
+            raise ValueError(f"data.evaluate_on={self.evaluate_on}: a synthetic log has no such split")
         return self
+
+    @property
+    def evaluation_split(self) -> str:
+        """The split that evaluations read; in a criteo_sample its name is test whatever its rows are."""
+        return "val" if self.kind == "parquet" and self.evaluate_on == "validation" else "test"
 
 
 class EventsConfig(Section):

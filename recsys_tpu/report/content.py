@@ -107,7 +107,7 @@ def _result(runs: Sequence[RunRecord]) -> list[Block]:
     error = auc_standard_error(final["auc"], final["positives"], negatives)
     blocks.append(
         Text(
-            f"Evaluated on all {final['rows']:,} rows of split {_data_config(runs[0]).eval_split!r} "
+            f"Evaluated on all {final['rows']:,} rows of split {_data_config(runs[0]).evaluation_split!r} "
             f"({final['positives']:,} clicks). The standard error of an AUC on so many rows is {error:.5f}"
             + (
                 ": too large to tell models apart that differ by a few thousandths. Read this as a check "

@@ -36,7 +36,7 @@ class ClickTask(Task[Batch, ClickMetrics]):
         self.num_embeddings = self._model.num_embeddings or self.metadata.num_embeddings
         self._multi_hot = self._prepare_multi_hot()
         self.train_reader = self._reader("train", config.train.batch_size, shuffle=self._data.shuffle)
-        self.eval_split = self._data.eval_split
+        self.eval_split = self._data.evaluation_split
         self.test_reader = self._reader(self.eval_split, config.train.eval_batch_size, shuffle=False)
         self.batches_per_epoch = self.train_reader.batches_per_epoch
         self.train_samples, self.eval_samples = self.train_reader.rows, self.test_reader.rows
@@ -77,7 +77,7 @@ class ClickTask(Task[Batch, ClickMetrics]):
     def describe_data(self) -> str:
         return (
             f"{self.data_directory}: {self.train_reader.rows:,} train rows, "
-            f"{self.test_reader.rows:,} {self.eval_split} rows"
+            f"{self.test_reader.rows:,} {self._data.evaluate_on} rows"
         )
 
     def dataset(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class ClickTask(Task[Batch, ClickMetrics]):
             )
             rows["constant"] = constant_metrics(self.data_directory, train="train", test=self.eval_split)
         table = Table(
-            title=f"{self.eval_split} split, {metrics.rows:,} rows, {metrics.positives:,} positives"
+            title=f"{self._data.evaluate_on} split, {metrics.rows:,} rows, {metrics.positives:,} positives"
         )
         for column in ("predictor", "AUC", "log loss", "norm. entropy", "calibration"):
             table.add_column(column, justify="left" if column == "predictor" else "right")
