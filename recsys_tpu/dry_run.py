@@ -9,7 +9,6 @@ train step is compiled by libtpu (`recsys_tpu.aot`), all tables sharded by row.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -68,12 +67,14 @@ class _Resources:
             self.peak = max(self.peak, total)
 
 
-def dry_run(config: Config, topologies: Sequence[str], console: Console, *, compiles: bool = True) -> None:
+def dry_run(
+    config: Config, topologies: Sequence[str], console: Console, *, environment: Mapping[str, str]
+) -> None:
     """Print what was checked; raises if anything would fail.
 
     Args:
         topologies: slices, such as ``v6e:8x8``.
-        compiles: False leaves the compiler out.
+        environment: of the compiler's process: as it was before this process chose its device.
 
     Raises:
         ConfigError: the config is not of a click model, or does not say its table sizes.
@@ -88,8 +89,7 @@ def dry_run(config: Config, topologies: Sequence[str], console: Console, *, comp
         for name in topologies:
             topology = parse_topology(name)
             checks = [*_shape_checks(config, topology), *_plan_checks(resolved, topology)]
-            if compiles:
-                checks += _compile_checks(resolved, name, topology)
+            checks += _compile_checks(resolved, name, topology, environment)
             results.append((name, checks))
     _print(results, console)
     console.print(
@@ -183,13 +183,15 @@ def _plan_checks(config: Path, topology: Topology) -> list[Check]:
     ]
 
 
-def _compile_checks(config: Path, name: str, topology: Topology) -> list[Check]:
+def _compile_checks(
+    config: Path, name: str, topology: Topology, environment: Mapping[str, str]
+) -> list[Check]:
     """The step of all ranks of the slice, compiled ahead of time in a process of its own."""
     report_file = config.with_name("aot.json")
     report_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "recsys_tpu.aot", "--config", str(config), "--topology", name]
     command += ["--sharding", _SHARDING, "--json", str(report_file)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if not report_file.is_file():
         return [Check("compiled", (done.stderr or done.stdout).strip()[-2000:], ok=False)]
     (report,) = json.loads(report_file.read_text())
@@ -233,5 +235,5 @@ def _print(results: Sequence[tuple[str, Sequence[Check]]], console: Console) -> 
     for title, checks in results:
         table = Table(title=title, show_header=False, title_justify="left")
         for check in checks:
-            table.add_row(check.name, check.found, "ok" if check.ok else "FAILS")
+            table.add_row(check.name, check.found.split("\n")[0], "ok" if check.ok else "FAILS")
         console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -53,8 +54,10 @@ def main() -> None:
 
         if not arguments.topology:
             raise ConfigError("--dry-run needs --topology, such as --topology v6e:8x8")
+        environment = dict(os.environ)
+        activate("cpu", compile_cache=config.runtime.compile_cache)
         quiet_libraries()
-        dry_run(config, arguments.topology, Console(soft_wrap=True, highlight=False))
+        dry_run(config, arguments.topology, Console(highlight=False), environment=environment)
         return
     if arguments.topology:
         raise ConfigError("--topology goes with --dry-run; a run takes sharding.topology=SLICE")

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal
 
+from recsys_tpu.config import ClickDataConfig, load_config
 from recsys_tpu.data.criteo.estimate import estimate, print_estimate
 from recsys_tpu.data.criteo.pool import WorkerDied
 from recsys_tpu.data.criteo.preprocess import preprocess
@@ -18,6 +20,9 @@ from recsys_tpu.data.criteo.recipe import ROW_GROUP_ROWS, ROW_GROUPS_PER_PART, H
 from recsys_tpu.data.criteo.schema import MLPERF_NUM_EMBEDDINGS, SPARSE_FEATURES
 from recsys_tpu.data.criteo.splits import LastDay
 from recsys_tpu.data.criteo.verify import check_mlperf_files, check_preprocessed, print_checks
+from recsys_tpu.data.metadata import DatasetMetadata
+from recsys_tpu.data.multi_hot import ensure_multi_hot_tables
+from recsys_tpu.errors import ConfigError
 
 _EXAMPLES = """examples:
   # Kaggle, hashed into tables of 100,000 rows, split by the published protocol
@@ -68,6 +73,22 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     else:
         checks = check_preprocessed(options.directory, options.protocol)
     return 0 if print_checks(checks, console) else 1
+
+
+def _multi_hot(options: argparse.Namespace, console: Console) -> int:
+    config = load_config(options.config, options.overrides)
+    data = config.data
+    if not isinstance(data, ClickDataConfig) or data.multi_hot is None:
+        raise ConfigError(f"{options.config}: has no data.multi_hot")
+    rows = getattr(config.model, "num_embeddings", None)
+    if data.path is not None and data.path.exists():
+        metadata = DatasetMetadata.load(data.path)
+        rows = {name: (rows or metadata.num_embeddings)[name] for name in metadata.sparse_features}
+    if rows is None:
+        raise ConfigError(f"{options.config}: give the rows of each table as model.num_embeddings")
+    tables = ensure_multi_hot_tables(data.multi_hot, rows, data.cache_dir)
+    console.print(f"{data.cache_dir / tables.fingerprint}: {decimal(data.multi_hot.bytes_on_disk(rows))}")
+    return 0
 
 
 def _fail(message: str) -> int:
@@ -151,6 +172,16 @@ def _parser() -> argparse.ArgumentParser:
         help="mlperf-files: MD5 of the .npy and .npz files that MLPerf distributes",
     )
     verify.set_defaults(command=_verify)
+
+    multi_hot = commands.add_parser(
+        "multi-hot",
+        help="draw the multi-hot ids that a config asks for",
+        description="Draw the ids of data.multi_hot into data.cache_dir. Training does it, too, but the "
+        "other hosts of a run wait for it no longer than runtime.collective_timeout_s.",
+    )
+    multi_hot.add_argument("--config", type=Path, required=True, help="config of the run")
+    multi_hot.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    multi_hot.set_defaults(command=_multi_hot)
     return parser
 
 
