@@ -219,6 +219,11 @@ class ShardingConfig(Section):
     validate_ids: Literal["full", "sample", "off"] = Field(
         "full", description="how much of each batch is checked on the host before it is sent"
     )
+    exchange: Literal["collective", "pallas"] = Field(
+        "collective",
+        description="who moves pooled rows and their gradients between ranks: torch.distributed, or our "
+        "remote-DMA kernels (on TPU chips; elsewhere their lines travel by torch.distributed)",
+    )
 
 
 class TrainConfig(Section):

@@ -120,7 +120,9 @@ class Trainer:
         fuse_table_optimizer(tables, self.config.optimizer.sparse)
         configs = {table.name: table for table in tables.embedding_bag_configs()}
         model.compile_towers(self.runtime.compile)
-        sharded = shard_model(model, self.runtime, self.config)
+        sharded = shard_model(
+            model, self.runtime, self.config, max_ids_per_sample=self.task.max_ids_per_sample
+        )
         initialize_tables(sharded.state_dict(), configs, self.config.run.seed)
         self._time_lookups(model)
         return sharded

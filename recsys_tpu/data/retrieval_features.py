@@ -65,6 +65,14 @@ class RetrievalFeatures:
         return {history.name: history.length for history in self._histories}
 
     @property
+    def max_ids_per_sample(self) -> dict[str, int]:
+        """Ids that each feature has at most."""
+        of_log = {f"user_{name}": bags for name, bags in self._log.user_features.items()}
+        of_log |= {f"item_{name}": bags for name, bags in self._log.item_features.items()}
+        longest = {name: int(np.diff(bags.offsets).max(initial=0)) for name, bags in of_log.items()}
+        return {USER_ID: 1, ITEM_ID: 1, **longest, **self.history_lengths}
+
+    @property
     def tables(self) -> list[TableSpec]:
         """One table a feature, but for the histories that share the items'."""
         log, items = self._log, len(self._log.item_keys)

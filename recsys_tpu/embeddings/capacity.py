@@ -1,12 +1,15 @@
-"""Static buffer sizes for a step's ids: few distinct sizes, so that programs are few and re-used.
+"""Static buffer sizes for a step's ids: few sizes, all known from the first batch on.
 
-A batch that needs more than the current capacity moves it up the ladder; nothing is dropped.  A capacity
-never moves down: a smaller buffer would be one more program to compile for the sake of some padding.
+Every size of a buffer is one more program to compile, and a program that is compiled in the middle of a
+run stops every rank.  So the first batch of a stack decides all sizes that it will ever need: its own need
+with some headroom, and doublings of that up to what no batch can exceed.  The programs of all of them are
+compiled in the first step; each batch then takes the smallest that holds it.  Nothing is dropped: a batch
+that needs more than the largest size (possible only where the limit is not known) adds one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +17,13 @@ from numpy.typing import NDArray
 
 SMALLEST = 256
 STEPS_PER_DOUBLING = 4
-HEADROOM = 1.125  # of the first batch, so that the second one seldom moves up
+HEADROOM = 1.125  # of the first batch, so that the second one seldom takes the next size
+DOUBLINGS = 3  # of the first batch, where nothing says how many ids a batch can have
+UNKNOWN = np.iinfo(np.int64).max
 
 MaxOverRanks = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+Size = tuple[int, int]
+"""(ids, distinct rows) that a buffer holds."""
 
 
 def rung(needed: int) -> int:
@@ -40,7 +47,8 @@ class CapacityCounters:
     id_slots: int = 0
     unique_rows: int = 0
     unique_slots: int = 0
-    moves: int = 0
+    late: int = 0
+    """Sizes that were not known from the first batch on: each was compiled when it came."""
     shapes: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
@@ -50,33 +58,59 @@ class CapacityCounters:
 
 
 class Capacities:
-    """The current (id, unique-row) capacity of each stack of one rank, agreed with the other ranks.
+    """The sizes of the buffers of each stack of one rank, agreed with the other ranks.
 
     `max_over_ranks` takes int64 `[n]` and returns its elementwise maximum over ranks; None for a single
-    rank.  Stack `i` of one rank has the capacity of stack `i` of every other, so that ranks that hold the
+    rank.  Stack `i` of one rank has the sizes of stack `i` of every other, so that ranks that hold the
     same tables (row-wise plans) run the same programs, and none compiles while the others wait for it.
     """
 
     def __init__(self, max_over_ranks: MaxOverRanks | None = None) -> None:
         self._max_over_ranks = max_over_ranks
-        self._current: NDArray[np.int64] | None = None
+        self._ladders: dict[Hashable, list[list[Size]]] = {}
         self._stacks_of_any_rank: int | None = None
         self.counters = CapacityCounters()
 
-    def hold(self, needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Capacities that hold `needed`, (ids, distinct rows) per stack.  A collective call on every rank."""
-        wanted = self._agree(needed)
-        if self._current is None:
-            self._current = self._rungs(wanted * HEADROOM)
-        elif (wanted > self._current).any():
-            self.counters.moves += int((wanted > self._current).sum())
-            self._current = np.maximum(self._current, self._rungs(wanted))
-        capacities = [(int(ids), int(unique)) for ids, unique in self._current[: len(needed)]]
-        self._count(needed, capacities)
-        return capacities
+    def hold(
+        self,
+        needed: Sequence[Size],
+        *,
+        limits: Sequence[Size] | None = None,
+        batch: Hashable = None,
+    ) -> list[Size]:
+        """Sizes that hold `needed`, one per stack.  A collective call on every rank.
 
-    def _agree(self, needed: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-        local = np.asarray(needed, np.int64).reshape(-1, 2)
+        limits: what a batch can need at most, `UNKNOWN` where nothing is known.
+        batch: what tells batches of different sizes apart (training and evaluation): they share no sizes.
+        """
+        wanted = self._agree(needed)
+        if batch not in self._ladders:
+            most = self._agree(limits or [(UNKNOWN, UNKNOWN)] * len(needed))
+            self._ladders[batch] = [
+                ladder(need, limit) for need, limit in zip(_sizes(wanted), _sizes(most), strict=True)
+            ]
+        held = [
+            self._smallest(of_stack, need)
+            for of_stack, need in zip(self._ladders[batch], _sizes(wanted), strict=True)
+        ][: len(needed)]
+        self._count(needed, held)
+        return held
+
+    def levels(self, batch: Hashable = None) -> list[list[Size]]:
+        """All sizes of each stack for batches of this kind, smallest first."""
+        return self._ladders[batch]
+
+    def _smallest(self, of_stack: list[Size], need: Size) -> Size:
+        for size in of_stack:
+            if _holds(size, need):
+                return size
+        self.counters.late += 1
+        largest = of_stack[-1]
+        of_stack.append((rung(max(largest[0], need[0])), rung(max(largest[1], need[1]))))
+        return of_stack[-1]
+
+    def _agree(self, values: Sequence[Size]) -> NDArray[np.int64]:
+        local = np.asarray(values, np.int64).reshape(-1, 2)
         if self._max_over_ranks is None:
             return local
         if self._stacks_of_any_rank is None:
@@ -85,17 +119,42 @@ class Capacities:
         padded[: len(local)] = local
         return self._max_over_ranks(padded.reshape(-1)).reshape(-1, 2)
 
-    @staticmethod
-    def _rungs(needed: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.int64]:
-        sizes = [[rung(int(np.ceil(size))) for size in stack] for stack in needed]
-        return np.asarray(sizes, np.int64).reshape(-1, 2)
-
-    def _count(self, needed: Sequence[tuple[int, int]], capacities: list[tuple[int, int]]) -> None:
+    def _count(self, needed: Sequence[Size], held: list[Size]) -> None:
         counters = self.counters
         counters.steps += 1
-        for (ids, unique), (id_slots, unique_slots) in zip(needed, capacities, strict=True):
+        for (ids, unique), (id_slots, unique_slots) in zip(needed, held, strict=True):
             counters.ids += ids
             counters.id_slots += id_slots
             counters.unique_rows += unique
             counters.unique_slots += unique_slots
-        counters.shapes.add(tuple(size for stack in capacities for size in stack))
+        counters.shapes.add(tuple(size for of_stack in held for size in of_stack))
+
+
+def ladder(first: Size, limit: Size) -> list[Size]:
+    """The sizes of a stack whose first batch needs `first` and whose batches never need more than `limit`.
+
+    Distinct rows are never more than the ids, or than the rows of the stack (the second limit).
+    """
+    sizes: list[Size] = []
+    doublings = DOUBLINGS if limit[0] == UNKNOWN else 64  # a known limit ends the ladder by itself
+    for doubling in range(doublings + 1):
+        ids, unique = (rung(max(int(np.ceil(need * HEADROOM)), SMALLEST) << doubling) for need in first)
+        ids = min(ids, _rung_of_limit(limit[0]))
+        unique = min(unique, ids, _rung_of_limit(limit[1]))
+        size = (max(ids, rung(first[0])), max(unique, rung(first[1])))
+        if sizes and size == sizes[-1]:
+            break
+        sizes.append(size)
+    return sizes
+
+
+def _rung_of_limit(limit: int) -> int:
+    return UNKNOWN if limit == UNKNOWN else rung(limit)
+
+
+def _holds(size: Size, need: Size) -> bool:
+    return size[0] >= need[0] and size[1] >= need[1]
+
+
+def _sizes(values: NDArray[np.int64]) -> list[Size]:
+    return [(int(ids), int(unique)) for ids, unique in values]

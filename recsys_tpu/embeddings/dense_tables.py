@@ -49,6 +49,12 @@ class DenseTables(nn.Module):
             for weights, stack, lookup in zip(self.weights, self.stacks, batches, strict=True)
         ]
 
+    def rehearse(self, position: int, batch: LookupBatch) -> None:
+        """Runs lookup and gradient of a stack on a batch without ids, so that their programs are there."""
+        weights, stack = self.weights[position], self.stacks[position]
+        output = _DenseLookup.apply(weights, stack.dim, batch)
+        torch.autograd.grad(output, weights, torch.zeros_like(output))
+
     def slice_of(self, index: int) -> tuple[Tensor, int, int]:
         """(flat parameter, first element, last element) of a table."""
         stack = self.stacks[self._where[index]]

@@ -113,6 +113,12 @@ class FusedTables(nn.Module):
         """Applies the optimizer to the rows that `batch` touched."""
         kernels.fused_update(stack.weights, stack.state, grad_output, batch, self.spec, self._hyper_tensor())
 
+    def rehearse(self, position: int, batch: LookupBatch) -> None:
+        """Runs lookup and update of a stack on a batch without ids, so that their programs are there."""
+        stack = self.stacks[position]
+        output = kernels.pooled_lookup(stack.weights, batch, stack.dim)
+        self.update(stack, batch, torch.zeros_like(output))
+
     def next_step(self) -> None:
         """Counts an optimizer step: what the updates that follow use for bias correction and rounding."""
         self._step += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,10 +24,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
 from recsys_tpu.sharding.ahead import Ahead
-from recsys_tpu.sharding.host import PreparedSplits, host_group, max_over_ranks, placed_on, prepare
+from recsys_tpu.sharding.host import (
+    PreparedSplits,
+    host_group,
+    kind_of_batch,
+    max_over_ranks,
+    placed_on,
+    prepare,
+)
 from recsys_tpu.sharding.lookups import LookupInput
-from recsys_tpu.sharding.pooled_exchange import Exchange, PooledExchange
-from recsys_tpu.sharding.pooled_shardings import TableWise, pooled_sharding
+from recsys_tpu.sharding.pooled_exchange import Exchange, pooled_exchange
+from recsys_tpu.sharding.pooled_shardings import pooled_sharding
 from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
 
 _Prepared = tuple[EmbeddingBagCollectionContext, list[LookupInput]]
@@ -47,7 +55,8 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         *,
         device: torch.device | None = None,
         validate: Validation = Validation.FULL,
-        exchange: Exchange = Exchange.TORCHREC,
+        exchange: Exchange = Exchange.COLLECTIVE,
+        max_ids_per_sample: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
         _check_pooling(module)
@@ -62,13 +71,14 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._host_pg = host_group(group)
         for of_type in self._embedding_shardings:
             of_type.host_pg = self._host_pg
-        if exchange is not Exchange.TORCHREC:
+        if exchange is Exchange.PALLAS:
             for position, of_type in enumerate(self._embedding_shardings):
-                if isinstance(of_type, TableWise):
-                    self._output_dists[position] = PooledExchange(
-                        group, of_type._dim_sum_per_rank(), exchange.value
-                    )
+                ours = pooled_exchange(of_type, self._output_dists[position], device)
+                if ours is not None:
+                    self._output_dists[position] = ours
         self._capacities = Capacities(max_over_ranks(self._host_pg))
+        self._max_ids = dict(max_ids_per_sample or {})
+        self._rehearsed: set[tuple[int, ...]] = set()
         self._limits = FeatureLimits.of_tables(self._embedding_bag_configs)
         self.ahead: Ahead[KeyedJaggedTensor, _Prepared] = Ahead(self._exchange_and_prepare)
 
@@ -124,6 +134,7 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Pooled embeddings of a batch, whose host part may have been begun by `ahead.start`."""
         ctx, prepared = self.ahead.take(features)
+        self._rehearse(prepared)
         return self.compute_and_output_dist(ctx, prepared)
 
     def _exchange_and_prepare(self, features: KeyedJaggedTensor) -> _Prepared:
@@ -132,7 +143,21 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def prepare(self, features: KJTList) -> list[LookupInput]:
         """Sorts and pads the ids that this rank received.  A collective call: ranks agree on capacities."""
-        return prepare(self._lookups, features, self._capacities)
+        return prepare(self._lookups, features, self._capacities, self._max_ids)
+
+    def _rehearse(self, prepared: list[LookupInput]) -> None:
+        """Has the programs of all buffer sizes compiled when the first batch of its kind comes to train.
+
+        On a CPU nothing is compiled; for an evaluation a size is compiled when it is met.
+        """
+        kind = kind_of_batch(of_lookup.num_samples for of_lookup in prepared)
+        if self._device.type == "cpu" or not self.training or kind in self._rehearsed:
+            return
+        self._rehearsed.add(kind)
+        levels = iter(self._capacities.levels(kind))
+        for lookup, of_lookup in zip(self._lookups, prepared, strict=True):
+            unwrapped: Any = getattr(lookup, "module", lookup)  # out of DDP
+            unwrapped.rehearse(of_lookup, levels)
 
 
 def _check_pooling(module: EmbeddingBagCollection) -> None:
@@ -148,18 +173,21 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards every EmbeddingBagCollection of a model for TPU chips; on CPU the same with reference kernels.
 
     fused_params: optimizer and its settings, see `embeddings.fused_params`.  validate: how much of each
-    batch is checked before it is sent, see `sharding.validation`.  exchange: who moves the pooled rows of
-    table-wise shards, see `sharding.pooled_exchange`.
+    batch is checked before it is sent, see `sharding.validation`.  exchange: who moves pooled rows between
+    ranks, see `sharding.pooled_exchange`.  max_ids_per_sample: ids that a sample has at most, by
+    feature, where that is known: then no batch can need a buffer whose programs are not compiled yet.
     """
 
     def __init__(
         self,
         *args: Any,
         validate: str | Validation = Validation.FULL,
-        exchange: str | Exchange = Exchange.TORCHREC,
+        exchange: str | Exchange = Exchange.COLLECTIVE,
+        max_ids_per_sample: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
+        self._max_ids_per_sample = max_ids_per_sample
         self._validate = Validation(validate)
         self._exchange = Exchange(exchange)
 
@@ -182,6 +210,7 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
             validate=self._validate,
             exchange=self._exchange,
+            max_ids_per_sample=self._max_ids_per_sample,
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:

@@ -107,7 +107,7 @@ class TpuShardedEmbeddingCollection(ShardedEmbeddingCollection):
 
     def prepare(self, features: KJTList) -> list[SequenceFeatures]:
         """Sorts and pads the ids that this rank received.  A collective call: ranks agree on capacities."""
-        return prepare(self._lookups, features, self._capacities)
+        return prepare(self._lookups, features, self._capacities, {})
 
 
 def _check_column_shards(sharding: dict[str, ParameterSharding]) -> None:

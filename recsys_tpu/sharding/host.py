@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -69,16 +69,36 @@ def on_host(sharding: Any) -> Iterator[None]:
         sharding._pg = device_pg
 
 
-def prepare(lookups: Sequence[nn.Module], features: KJTList, capacities: Capacities) -> list[Any]:
-    """Each lookup's `sort` and `pad` of what this rank received.  Collective: ranks agree on capacities."""
+def prepare(
+    lookups: Sequence[nn.Module],
+    features: KJTList,
+    capacities: Capacities,
+    max_ids: Mapping[str, int],
+) -> list[Any]:
+    """Each lookup's `sort` and `pad` of what this rank received.  Collective: ranks agree on capacities.
+
+    max_ids: ids that a sample has at most, by feature, where that is known.
+    """
     unwrapped: list[Any] = [getattr(lookup, "module", lookup) for lookup in lookups]  # out of DDP
     sorted_ids = [lookup.sort(kjt) for lookup, kjt in zip(unwrapped, features, strict=True)]
     sizes = [[stack.sizes for group in ids.groups for stack in group] for ids in sorted_ids]
-    held = iter(capacities.hold([size for of_lookup in sizes for size in of_lookup]))
+    limits = [lookup.limits(kjt, max_ids) for lookup, kjt in zip(unwrapped, features, strict=True)]
+    held = iter(
+        capacities.hold(
+            [size for of_lookup in sizes for size in of_lookup],
+            limits=[limit for of_lookup in limits for limit in of_lookup],
+            batch=kind_of_batch(ids.num_samples for ids in sorted_ids),
+        )
+    )
     return [
         lookup.pad(ids, [next(held) for _ in of_lookup])
         for lookup, ids, of_lookup in zip(unwrapped, sorted_ids, sizes, strict=True)
     ]
+
+
+def kind_of_batch(num_samples: Iterable[int]) -> tuple[int, ...]:
+    """What tells batches apart whose programs differ anyway, by the samples of each lookup."""
+    return tuple(num_samples)
 
 
 class PreparedSplits(Awaitable[Any]):

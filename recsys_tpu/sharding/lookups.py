@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_tpu.embeddings.bags import BagLayout, JaggedFeatures, StackFeatures, sort_for_stack, to_device
+from recsys_tpu.embeddings.capacity import UNKNOWN, Size
 from recsys_tpu.embeddings.fused_tables import PooledInput
-from recsys_tpu.embeddings.preparation import SortedIds
+from recsys_tpu.embeddings.preparation import SortedIds, prepare
 from recsys_tpu.embeddings.stacks import features_of
+from recsys_tpu.kernels.batch import LookupBatch
 from recsys_tpu.sharding.kernels import DenseKernel, FusedKernel
 
 # Bags of these types are spread over ranks, which know only their part of a bag: MEAN is folded into the
@@ -129,6 +131,10 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
                 pieces.append((group, stack, first, last))
         return pieces
 
+    def limits(self, features: KeyedJaggedTensor, max_ids: Mapping[str, int]) -> list[Size]:
+        """See `stack_limits`."""
+        return stack_limits(self._stack_features, features, max_ids)
+
     def pad(self, ids: SortedFeatures, capacities: list[tuple[int, int]]) -> LookupInput:
         """Pads sorted ids to (id, distinct row) capacities, one a stack, and moves them to the device."""
         remaining = iter(capacities)
@@ -139,6 +145,17 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
             for group in ids.groups
         ]
         return LookupInput(ids.num_samples, groups, ids.pieces)
+
+    def rehearse(self, batch: LookupInput, levels: Iterator[Sequence[Size]]) -> None:
+        """Runs lookup and update of every size in `levels` (one list a stack) on no ids, for its programs.
+
+        Nothing is looked up or changed.  `batch` gives the number of bags, and whether ids have weights.
+        """
+        for kernel, group in zip(self._emb_modules, batch.groups, strict=True):
+            for position, lookup in enumerate(group.batches):
+                for size in next(levels):
+                    nothing = no_ids(lookup, kernel.emb_module.stacks[position].num_rows, size)
+                    kernel.emb_module.rehearse(position, to_device(nothing, self._device))
 
     def forward(self, batch: LookupInput) -> Tensor:
         """Pooled embeddings `[num_samples, sum of dims]` of the features that this rank serves.
@@ -176,6 +193,38 @@ def stack_features(kernels: Iterable[Any]) -> list[list[StackFeatures]]:
         found.append(of_group)
         first_feature += len(tables.feature_tables)
     return found
+
+
+def stack_limits(
+    stack_features: Iterable[Iterable[StackFeatures]],
+    features: KeyedJaggedTensor,
+    max_ids: Mapping[str, int],
+) -> list[Size]:
+    """(ids, distinct rows) that a batch of this many samples can need at most, of each stack in turn.
+
+    max_ids: ids that a sample has at most, by feature; a feature that is missing makes the ids `UNKNOWN`.
+    """
+    keys, samples = features.keys(), features.stride_per_key()
+    limits = []
+    for stack in (stack for stacks in stack_features for stack in stacks):
+        known = all(keys[feature] in max_ids for feature in stack.features)
+        ids = sum(max_ids[keys[f]] * samples[f] for f in stack.features) if known else UNKNOWN
+        limits.append((ids, stack.num_rows))
+    return limits
+
+
+def no_ids(like: LookupBatch, num_rows: int, size: Size) -> LookupBatch:
+    """A batch of the given size that holds no ids: all padding.  On the host."""
+    nothing = np.zeros(0, np.int64)
+    return prepare(
+        nothing,
+        bags=nothing,
+        weights=None if like.weights is None else np.zeros(0, np.float32),
+        num_bags=like.num_bags,
+        num_rows=num_rows,
+        id_capacity=size[0],
+        unique_capacity=size[1],
+    )
 
 
 def jagged_features(features: KeyedJaggedTensor) -> JaggedFeatures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,19 +32,31 @@ _FUSED_TYPES = [kind for kind in ShardingType if kind is not ShardingType.DATA_P
 _WHOLE_ROW_TYPES = [ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE]
 
 
-def shard_model(model: nn.Module, runtime: Runtime, config: Config) -> DistributedModelParallel:
+def shard_model(
+    model: nn.Module,
+    runtime: Runtime,
+    config: Config,
+    *,
+    max_ids_per_sample: Mapping[str, int] | None = None,
+) -> DistributedModelParallel:
     """`model` with its embedding collections sharded over all ranks and its dense part replicated.
 
     The plan is read from ``sharding.plan`` or made, the same on every rank, and written to the run's folder.
     A plan that is made leaves the losses as they are on one rank, up to the order of float additions; one
     that is read may split the columns of a table that row-wise Adagrad trains, which changes them.
 
+    max_ids_per_sample: see `TpuEmbeddingBagCollectionSharder`.
+
     Raises:
         ConfigError: a TPU run names no topology, or the topology has another number of ranks.
         PlanError: the plan file is damaged or made for other tables, or the tables don't fit.
     """
     sharders: list[ModuleSharder[nn.Module]] = [
-        TpuEmbeddingBagCollectionSharder(validate=config.sharding.validate_ids)
+        TpuEmbeddingBagCollectionSharder(
+            validate=config.sharding.validate_ids,
+            exchange=config.sharding.exchange,
+            max_ids_per_sample=max_ids_per_sample,
+        )
     ]
     topology = _topology(runtime, config)
     plan = _plan(model, sharders, runtime, config, topology)

@@ -1,39 +1,54 @@
-"""The output dist of table-wise shards on our exchange instead of TorchRec's collective."""
+"""The output dist of pooled shards on our exchange instead of TorchRec's collectives, for every type.
+
+Table-, column- and table-column-wise shards are exchanged all to all.  Row-wise partial sums are reduced and
+scattered.  Table-row-wise and grid shards do the one among the ranks of a row group (TorchRec: node), then
+the other among the ranks with the same place in their groups.
+"""
 
 from __future__ import annotations
 
 import enum
-from typing import get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec.distributed.types import Awaitable, NoWait
 
-from recsys_tpu.kernels.all_to_all.pooled import Transport, exchange_pooled
+from recsys_tpu.kernels.all_to_all.pooled import MeshAxis, Transport, exchange_pooled, sum_pooled
+from recsys_tpu.kernels.variants import target_chip
+from recsys_tpu.sharding.pooled_shardings import (
+    ColumnWise,
+    Grid,
+    RowWise,
+    TableColumnWise,
+    TableRowWise,
+    TableWise,
+)
 
 
 class Exchange(enum.Enum):
-    """Who moves the pooled rows of table-wise shards between ranks."""
+    """Who moves pooled rows and their gradients between ranks."""
 
-    TORCHREC = "torchrec"  # TorchRec's all-to-all by torch.distributed
-    COLLECTIVE = "collective"  # our packing, by torch.distributed: any device
-    KERNEL = "kernel"  # our packing and the remote-DMA kernel: TPU chips
+    COLLECTIVE = "collective"  # TorchRec's output dists, by torch.distributed: any device
+    PALLAS = "pallas"  # remote-DMA kernels on TPU chips; elsewhere the same lines by torch.distributed
 
 
-assert {exchange.value for exchange in Exchange} == {"torchrec", *get_args(Transport)}
+Stage = Callable[[Tensor], Tensor]
 
 
 class PooledExchange(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]):
-    """``[ranks * B, dims[rank]]`` pooled rows of this rank's tables to ``[B, sum(dims)]`` of its samples.
+    """Pooled rows ``[ranks * B, columns]`` of this rank's shards to ``[B, all columns]`` of its samples.
 
     Raises ValueError, when called, for batches that are not equal on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dims: list[int], transport: Transport) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__()
-        self._group, self._dims, self._transport = group, dims, transport
+        self._stages = list(stages)
 
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
@@ -42,16 +57,60 @@ class PooledExchange(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]
             batches = sharding_ctx.batch_size_per_rank
             if sharding_ctx.variable_batch_per_feature or len(set(batches)) > 1:
                 raise ValueError(
-                    f"exchange '{self._transport}' needs the same batch size on every rank and for every "
-                    f"feature, got {batches}: drop the last, smaller batch, or use exchange 'torchrec'"
+                    "exchange 'pallas' needs the same batch size on every rank and for every feature, got "
+                    f"{batches}: drop the last, smaller batch, or use exchange 'collective'"
                 )
-        ranks = len(self._dims)
-        return NoWait(
-            exchange_pooled(
-                local_embs,
-                self._group,
-                dims=self._dims,
-                transport=self._transport,
-                grad_scale=1 / ranks if get_gradient_division() else 1.0,
-            )
-        )
+        for stage in self._stages:
+            local_embs = stage(local_embs)
+        return NoWait(local_embs)
+
+
+def transport_on(device: torch.device) -> Transport:
+    """The kernel where there is a TPU (or one is compiled for), torch.distributed elsewhere."""
+    return "kernel" if device.type == "tpu" and target_chip() is not None else "collective"
+
+
+def pooled_exchange(sharding: Any, output_dist: Any, device: torch.device) -> PooledExchange | None:
+    """Ours in the place of a TorchRec sharding's output dist; None for data-parallel tables."""
+    transport, world = transport_on(device), sharding._pg
+    in_table_order: list[Stage] = list(getattr(output_dist, "_callbacks", None) or [])
+    if isinstance(sharding, TableWise | ColumnWise | TableColumnWise):
+        stages = [all_to_all(world, sharding._dim_sum_per_rank(), transport)]
+    elif isinstance(sharding, RowWise):
+        stages = [reduce_scatter(world, transport)]
+    elif isinstance(sharding, TableRowWise | Grid):
+        groups = (sharding._cross_pg.size(), sharding._intra_pg.size())
+        stages = [
+            reduce_scatter(sharding._intra_pg, transport, MeshAxis(world, groups, 1)),
+            all_to_all(
+                sharding._cross_pg, sharding._dim_sum_per_node(), transport, MeshAxis(world, groups, 0)
+            ),
+        ]
+    else:
+        return None
+    return PooledExchange([*stages, *in_table_order])
+
+
+def all_to_all(
+    group: dist.ProcessGroup, dims: Sequence[int], transport: Transport, axis: MeshAxis | None = None
+) -> Stage:
+    """`exchange_pooled` with TorchRec's division of gradients."""
+
+    def stage(pooled: Tensor) -> Tensor:
+        scale = _gradient_scale(group)
+        return exchange_pooled(pooled, group, dims=dims, transport=transport, grad_scale=scale, axis=axis)
+
+    return stage
+
+
+def reduce_scatter(group: dist.ProcessGroup, transport: Transport, axis: MeshAxis | None = None) -> Stage:
+    """`sum_pooled` with TorchRec's division of gradients."""
+
+    def stage(partial: Tensor) -> Tensor:
+        return sum_pooled(partial, group, transport=transport, grad_scale=_gradient_scale(group), axis=axis)
+
+    return stage
+
+
+def _gradient_scale(group: dist.ProcessGroup) -> float:
+    return 1 / dist.get_world_size(group) if get_gradient_division() else 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_tpu.embeddings.bags import JaggedFeatures, sort_for_stack
+from recsys_tpu.embeddings.capacity import Size
 from recsys_tpu.embeddings.fused_tables import SequenceInput
 from recsys_tpu.embeddings.preparation import SortedIds
 from recsys_tpu.sharding.host import on_host
 from recsys_tpu.sharding.kernels import FusedSequenceKernel
-from recsys_tpu.sharding.lookups import jagged_features, stack_features
+from recsys_tpu.sharding.lookups import jagged_features, stack_features, stack_limits
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class SortedSequences:
     features: KeyedJaggedTensor
     groups: list[list[SortedIds]]
     pieces: list[list[tuple[int, int, int]]]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all ranks; 0 if they differ between features."""
+        return 0 if self.features.variable_stride_per_key() else self.features.stride()
 
 
 class SequenceLookup(GroupedEmbeddingsLookup):
@@ -99,6 +105,10 @@ class SequenceLookup(GroupedEmbeddingsLookup):
             groups.append(of_group)
             pieces.append([piece for _, piece in sorted(placed)])
         return SortedSequences(features, groups, pieces)
+
+    def limits(self, features: KeyedJaggedTensor, max_ids: Mapping[str, int]) -> list[Size]:
+        """See `stack_limits`."""
+        return stack_limits(self._stack_features, features, max_ids)
 
     def pad(self, ids: SortedSequences, capacities: Sequence[tuple[int, int]]) -> SequenceFeatures:
         """Pads sorted ids to (id, distinct row) capacities, one a stack."""

@@ -39,6 +39,7 @@ class ClickTask(Task[Batch, ClickMetrics]):
         self.eval_split = self._data.evaluation_split
         self.test_reader = self._reader(self.eval_split, config.train.eval_batch_size, shuffle=False)
         self.batches_per_epoch = self.train_reader.batches_per_epoch
+        self.max_ids_per_sample = self.train_reader.max_ids_per_sample
         self.train_samples, self.eval_samples = self.train_reader.rows, self.test_reader.rows
 
     def _prepare_multi_hot(self) -> MultiHotTables | None:

@@ -46,6 +46,7 @@ class RetrievalTask(Task[RetrievalBatch, RetrievalMetrics]):
             self.log, self.holdout.train, histories=self._model.histories, user_id=self._model.user_id
         )
         self.num_embeddings = {table.name: table.rows for table in self.features.tables}
+        self.max_ids_per_sample = self.features.max_ids_per_sample
         self.evaluation = CatalogueEvaluation(
             self.log,
             self.holdout,

@@ -33,12 +33,14 @@ class Task(ABC, Generic[BatchT, MetricsT]):
         batches_per_epoch: steps in one pass over the training data; the same on every rank.
         train_samples, eval_samples: rows of the training and the evaluation split, over all ranks; None
             where an evaluation has no rows to speak of.
+        max_ids_per_sample: ids of a sample at most, by feature, where the data says so.
     """
 
     num_embeddings: Mapping[str, int]
     batches_per_epoch: int
     train_samples: int | None = None
     eval_samples: int | None = None
+    max_ids_per_sample: Mapping[str, int]
 
     @abstractmethod
     def build_model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Capacities hold every batch, move only up, take few sizes, and are the same on every rank."""
+"""Capacities hold every batch, take few sizes known from the first batch on, and agree between ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from recsys_tpu.embeddings.capacity import SMALLEST, Capacities, rung
+from recsys_tpu.embeddings.capacity import SMALLEST, UNKNOWN, Capacities, ladder, rung
 
 SIZES = st.integers(0, 10_000_000)
 
@@ -26,29 +26,58 @@ def test_the_ladder_has_four_sizes_a_doubling() -> None:
 
 
 @given(st.lists(st.lists(st.tuples(SIZES, SIZES), min_size=2, max_size=2), min_size=1, max_size=8))
-def test_capacities_hold_every_step_and_never_shrink(steps: list[list[tuple[int, int]]]) -> None:
+def test_capacities_hold_every_step_in_a_size_that_the_ladder_has(steps: list[list[tuple[int, int]]]) -> None:
     capacities = Capacities()
-    before = [(0, 0), (0, 0)]
     for needed in steps:
         held = capacities.hold(needed)
-        for size, old, need in zip(held, before, needed, strict=True):
-            assert size[0] >= max(old[0], need[0]) and size[1] >= max(old[1], need[1])
-        before = held
+        for size, need, levels in zip(held, needed, capacities.levels(), strict=True):
+            assert size[0] >= need[0] and size[1] >= need[1]
+            assert size == next(s for s in levels if s[0] >= need[0] and s[1] >= need[1])
     counters = capacities.counters
     assert counters.steps == len(steps)
     assert counters.ids == sum(ids for step in steps for ids, _ in step)
     assert 0 <= counters.padding_waste <= 1
 
 
-def test_small_changes_do_not_move_capacities() -> None:
+@given(st.integers(1, 50), st.integers(1, 1 << 16), st.integers(1, 1 << 18), st.data())
+def test_with_known_limits_no_size_comes_late(
+    max_ids: int, samples: int, rows: int, data: st.DataObject
+) -> None:
+    limit = (max_ids * samples, rows)
+    capacities = Capacities()
+    for _ in range(4):
+        ids = data.draw(st.integers(0, limit[0]))
+        unique = data.draw(st.integers(0, min(ids, rows)))
+        capacities.hold([(ids, unique)], limits=[limit])
+    assert capacities.counters.late == 0
+    (levels,) = capacities.levels()
+    assert len(levels) == len(set(levels)) <= 40
+    assert levels[-1] == (rung(limit[0]), min(rung(limit[0]), rung(rows)))
+
+
+def test_without_limits_eight_times_the_first_batch_is_foreseen_and_more_comes_late() -> None:
     capacities = Capacities()
     first = capacities.hold([(10_000, 8_000)])
     for ids in (10_300, 9_000, 10_500):
         assert capacities.hold([(ids, 8_100)]) == first
-    assert capacities.counters.moves == 0
-    assert len(capacities.counters.shapes) == 1
-    capacities.hold([(50_000, 8_000)])
-    assert capacities.counters.moves == 1
+    capacities.hold([(80_000, 8_000)])
+    assert capacities.counters.late == 0
+    assert capacities.hold([(10_000, 8_000)]) == first  # back in the small buffers
+    assert capacities.hold([(500_000, 8_000)])[0][0] >= 500_000
+    assert capacities.counters.late == 1
+
+
+def test_one_id_a_sample_is_one_size_of_ids_and_few_of_distinct_rows() -> None:
+    assert ladder((512, 300), (512, 100_000)) == [(512, 384), (512, 512)]
+    assert ladder((0, 0), (UNKNOWN, 50))[0] == (SMALLEST, SMALLEST)
+
+
+def test_training_and_evaluation_share_no_sizes() -> None:
+    capacities = Capacities()
+    small = capacities.hold([(1_000, 900)], batch=(8,))
+    assert capacities.hold([(4_000, 3_000)], batch=(32,)) != small
+    assert capacities.hold([(1_000, 900)], batch=(8,)) == small
+    assert capacities.counters.late == 0
 
 
 def test_ranks_agree_on_the_largest_need_and_fewer_stacks_take_part() -> None:

@@ -1,7 +1,8 @@
-"""On a rank: a compiled dense tower behind sharded embeddings, with a batch that outgrows its capacities."""
+"""On a rank: a compiled dense tower behind sharded embeddings, with batches of widely varying id counts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,9 @@ from recsys_tpu.runtime import Runtime
 from tests.sharding.sharded import pieces, shard
 from tests.sharding.training import Case, batch_of
 
-WARMUP = 2
 
-
-def train_with_tower(runtime: Runtime, case: Case, burst: int) -> dict[str, Any]:
-    """Steps with a compiled tower; step `burst` has bags 40 times as long."""
+def train_with_tower(runtime: Runtime, case: Case, longest_bags: list[int]) -> dict[str, Any]:
+    """Steps with a compiled tower; bags of step `i` have up to ``longest_bags[i]`` ids."""
     dmp = shard(case, runtime)
     width = sum(table.dim * len(table.features) for table in case.tables)
     torch.manual_seed(0)
@@ -24,8 +23,7 @@ def train_with_tower(runtime: Runtime, case: Case, burst: int) -> dict[str, Any]
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.05)
     compilations, losses = [], []
     for step in range(case.steps):
-        longest = case.longest_bag * (40 if step == burst else 1)
-        grown = Case(case.tables, batch=case.batch, longest_bag=longest, seed=case.seed)
+        grown = replace(case, longest_bag=longest_bags[step % len(longest_bags)])
         values = dmp.module.ebc(batch_of(grown, step, runtime.rank, runtime.world_size)).values()
         loss = (compiled(values)[:, 0] - 1).square().mean()
         optimizer.zero_grad()
@@ -41,7 +39,7 @@ def train_with_tower(runtime: Runtime, case: Case, burst: int) -> dict[str, Any]
     return {
         "compilations": compilations,
         "losses": losses,
-        "moves": counters.moves,
+        "late": counters.late,
         "shapes": len(counters.shapes),
         "waste": counters.padding_waste,
         "tables": {name: pieces(value) for name, value in dmp.module.ebc.state_dict().items()},

@@ -402,17 +402,33 @@ def _reduce_scatter_forward(
 def _reduce_scatter_backward(
     ring: Ring, collective_id: int, interpret: Interpret, residual: None, grad: jax.Array
 ) -> tuple[jax.Array]:
+    return (_all_gather(grad, ring, collective_id, interpret),)
+
+
+def all_gather(
+    chunk: jax.Array, *, axis: str, collective_id: int = 0, interpret: Interpret = False
+) -> jax.Array:
+    """``[*chunk]`` to ``[chips, *chunk]``: every chip's chunk; bit for bit `reference.all_gather`.
+
+    The way back of `reduce_scatter`; it has no gradient of its own.  Raises ValueError for an empty chunk.
+    """
+    if chunk.ndim < 1 or 0 in chunk.shape:
+        raise ValueError(f"all_gather(): expected a non-empty chunk, got shape {list(chunk.shape)}")
+    return _all_gather(chunk, Ring(axis, lax.axis_size(axis)), collective_id, interpret)
+
+
+def _all_gather(chunk: jax.Array, ring: Ring, collective_id: int, interpret: Interpret) -> jax.Array:
     if ring.size == 1:
-        return (grad[None],)
-    pieces = Pieces.of(grad.size, tile=tile_lines(grad.dtype), at_most=EQUAL_PIECES)
+        return chunk[None]
+    pieces = Pieces.of(chunk.size, tile=tile_lines(chunk.dtype), at_most=EQUAL_PIECES)
     gathered = gather.direct_all_gather(
-        to_lines(grad[None], pieces.lines)[0],
+        to_lines(chunk[None], pieces.lines)[0],
         ring=ring,
         pieces=pieces,
         collective_id=collective_id,
         interpret=interpret,
     )
-    return (from_lines(gathered, grad.shape),)
+    return from_lines(gathered, chunk.shape)
 
 
 _reduce_scatter.defvjp(_reduce_scatter_forward, _reduce_scatter_backward)

@@ -1,4 +1,8 @@
-"""The exchange kernels as an op of the `tpu` device.  Import only where that device is active."""
+"""The exchange kernels as ops of the `tpu` device.  Import only where that device is active.
+
+An op takes this rank's lines of 128 elements.  Its kernel runs on a mesh of all ranks (torch_tpu takes no
+other) and along one axis of it, so that a part of the ranks, such as those of a host, can exchange as well.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-import torch.distributed as dist
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from torch import Tensor
 
 from recsys_tpu.kernels.all_to_all import api, pooled
 from recsys_tpu.kernels.all_to_all.lines import LANES
+from recsys_tpu.kernels.all_to_all.pooled import MeshAxis
 
 assert pooled.LANES == LANES
 
@@ -23,18 +27,17 @@ _pallas = torch.get_device_module("tpu").pallas
 
 
 @functools.cache
-def exchange_op(group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """The exchange between the ranks of `group`, which must be all ranks, registered on first use.
+def exchange_op(axis: MeshAxis) -> Callable[..., Tensor]:
+    """The all-to-all between the ranks of `axis`, registered on first use.
 
     Takes lines ``[ranks, lines, 128]``; the lines that each rank's tables fill; whether this is the way
     back, on which a rank receives its own tables' lines from everyone instead of sending them to everyone;
     the factor; and whether lines travel as bfloat16.  All but the lines are the same on every rank.
     """
-    mesh = _pallas.get_pallas_mesh(("rank",), process_group=group)
-    shards = PartitionSpec("rank")
+    mesh, shards = _mesh(axis)
 
     @_pallas.jax_op(
-        f"recsys_tpu::exchange_lines_{group.group_name}",
+        f"recsys_tpu::exchange_lines_{axis.label}",
         mesh=mesh,
         input_partition_specs=(shards, None, None, None, None),
         output_partition_specs=(shards,),
@@ -43,7 +46,7 @@ def exchange_op(group: dist.ProcessGroup) -> Callable[..., Tensor]:
         lines: jax.Array, counts: list[int], back: bool, scale: float, bf16: bool
     ) -> jax.Array:
         options: dict[str, Any] = {
-            "axis": "rank",
+            "axis": axis.name,
             "scale": scale,
             "wire_dtype": jnp.bfloat16 if bf16 else None,
         }
@@ -54,6 +57,50 @@ def exchange_op(group: dist.ProcessGroup) -> Callable[..., Tensor]:
             to_everyone = np.repeat(np.array(counts)[:, None], len(counts), axis=1)
             return api.planned_all_to_all(lines, to_everyone.T if back else to_everyone, **options)
 
-        return jax.shard_map(one_chip, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False)(lines)
+        return _on_every_chip(one_chip, mesh, shards)(lines)
 
     return exchange_lines
+
+
+@functools.cache
+def sum_op(axis: MeshAxis) -> Callable[..., Tensor]:
+    """The reduce-scatter: float32 ``[ranks, lines, 128]`` partial sums to this rank's ``[lines, 128]``."""
+    mesh, shards = _mesh(axis)
+
+    @_pallas.jax_op(
+        f"recsys_tpu::sum_lines_{axis.label}",
+        mesh=mesh,
+        input_partition_specs=(shards,),
+        output_partition_specs=(shards,),
+    )
+    def sum_lines(lines: jax.Array) -> jax.Array:
+        return _on_every_chip(functools.partial(api.reduce_scatter, axis=axis.name), mesh, shards)(lines)
+
+    return sum_lines
+
+
+@functools.cache
+def gather_op(axis: MeshAxis) -> Callable[..., Tensor]:
+    """The all-gather: ``[lines, 128]`` to every rank's, ``[ranks, lines, 128]``."""
+    mesh, shards = _mesh(axis)
+
+    @_pallas.jax_op(
+        f"recsys_tpu::gather_lines_{axis.label}",
+        mesh=mesh,
+        input_partition_specs=(shards,),
+        output_partition_specs=(shards,),
+    )
+    def gather_lines(lines: jax.Array) -> jax.Array:
+        return _on_every_chip(functools.partial(api.all_gather, axis=axis.name), mesh, shards)(lines)
+
+    return gather_lines
+
+
+def _mesh(axis: MeshAxis) -> tuple[Mesh, PartitionSpec]:
+    """The mesh of all ranks, and how a local tensor lies on it: by its first dimension over all axes."""
+    mesh = _pallas.get_pallas_mesh(axis.names, mesh_shape=axis.shape, process_group=axis.world)
+    return mesh, PartitionSpec(axis.names)
+
+
+def _on_every_chip(function: Callable[[jax.Array], jax.Array], mesh: Mesh, shards: PartitionSpec) -> Any:
+    return jax.shard_map(function, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False)

@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import torch
-from torchrec.distributed.dist_data import PooledEmbeddingsAllToAll
+from torchrec.distributed.dist_data import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 
-from recsys_tpu.kernels.all_to_all.pooled import exchange_pooled
+from recsys_tpu.kernels.all_to_all.pooled import exchange_pooled, sum_pooled
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.sharding.pooled_exchange import PooledExchange
 from tests.sharding import sharded
@@ -49,7 +49,11 @@ def _both(runtime: Runtime, dims: list[int], batch: int) -> dict[str, Any]:
 def on_two_ranks(runtime: Runtime, cases: list[tuple[list[int], int]]) -> dict[str, Any]:
     """Together, because starting ranks takes seconds."""
     refused = [*refusals(runtime), uneven_batches(runtime)] if runtime.device.type == "cpu" else []
-    return {"cases": both_exchanges(runtime, cases), "refused": refused}
+    return {
+        "cases": both_exchanges(runtime, cases),
+        "sums": sums_on_two_ranks(runtime),
+        "refused": refused,
+    }
 
 
 def refusals(runtime: Runtime) -> list[str]:
@@ -72,21 +76,44 @@ def refusals(runtime: Runtime) -> list[str]:
     return said
 
 
-def train_with_both(runtime: Runtime, case: Any) -> dict[str, Any]:
-    """The same table-wise training, with TorchRec's exchange and with ours."""
-    runs, shard = {}, sharded.shard
-    for exchange in ("torchrec", "collective"):
-        sharded.shard = functools.partial(shard, exchange=exchange)
-        runs[exchange] = sharded.train_sharded(runtime, case)
+def sums_on_two_ranks(runtime: Runtime) -> dict[str, list[torch.Tensor]]:
+    """Output and gradient of our reduce-scatter and of TorchRec's."""
+    group, ranks, batch, dim = runtime.process_group, runtime.world_size, 3, 40
+    generator = torch.Generator().manual_seed(runtime.rank)
+    partial = torch.randn(ranks * batch, dim, generator=generator)
+    weight = torch.randn(batch, dim, generator=generator).to(runtime.device)
+
+    def run(exchange: Any) -> list[torch.Tensor]:
+        rows = partial.to(runtime.device).requires_grad_()
+        out = exchange(rows)
+        (out * weight).sum().backward()
+        return [out.detach().cpu(), rows.grad.cpu()]
+
+    theirs = PooledEmbeddingsReduceScatter(group)
+    return {
+        "ours": run(lambda rows: sum_pooled(rows, group, transport="collective", grad_scale=1 / ranks)),
+        "torchrec": run(lambda rows: theirs(rows).wait()),
+    }
+
+
+def train_with_both(runtime: Runtime, cases: list[Any]) -> list[dict[str, Any]]:
+    """The same training with TorchRec's exchange and with ours."""
+    shard, results = sharded.shard, []
+    for case in cases:
+        runs = {}
+        for exchange in ("collective", "pallas"):
+            sharded.shard = functools.partial(shard, exchange=exchange)
+            runs[exchange] = sharded.train_sharded(runtime, case)
+        results.append(runs)
     sharded.shard = shard
-    return runs
+    return results
 
 
 def uneven_batches(runtime: Runtime) -> str:
     """What is said when ranks bring batches of different sizes."""
     context = EmbeddingShardingContext(batch_size_per_rank=[3, 4])
     try:
-        PooledExchange(runtime.process_group, [8, 8], "collective")(torch.zeros(7, 8), context)
+        PooledExchange([])(torch.zeros(7, 8), context)
     except ValueError as error:
         return str(error)
     return ""

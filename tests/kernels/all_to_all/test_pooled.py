@@ -37,6 +37,8 @@ def test_equals_torchrec_and_refuses_wrong_arguments() -> None:
     ranks = on_ranks(function("on_two_ranks"), 2, "cpu", CASES)
     for rank in ranks:
         check(rank["cases"])
+        for ours, theirs in zip(rank["sums"]["ours"], rank["sums"]["torchrec"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     said = ranks[0]["refused"]
     assert len(said) == len(REFUSED)
     for message, expected in zip(said, REFUSED, strict=True):
@@ -64,19 +66,34 @@ def test_one_rank() -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+TYPES = ("table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "tpu-emulated"])
-def test_sharded_training_is_the_same_as_with_the_collective(
+def test_training_of_every_type_is_the_same_as_with_the_collective(
     device: str, request: pytest.FixtureRequest
 ) -> None:
     if device != "cpu":
         request.getfixturevalue("tpu")
-    tables = tuple(
-        Table(rows, dim, (f"f{index}",), "table_wise", ranks=(rank,))
-        for index, (rows, dim, rank) in enumerate([(50, 8, 0), (30, 16, 1), (40, 8, 2), (20, 24, 2)])
+    cases = [Case(tables_of(sharding), steps=3, optimizer="adagrad") for sharding in TYPES]
+    for rank in on_ranks(function("train_with_both"), 4, device, cases, host_size=2):
+        for runs in rank:
+            ours, theirs = runs["pallas"], runs["collective"]
+            np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-6)
+            for name, pieces in theirs["tables"].items():
+                for (_, expected), (_, trained) in zip(pieces, ours["tables"][name], strict=True):
+                    torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-7)
+
+
+def tables_of(sharding: str) -> tuple[Table, ...]:
+    """Over both hosts of two ranks; for whole tables and columns one rank has none."""
+    owners = {"table_wise": [(0,), (1,), (3,), (3,)], "column_wise": [(0, 1), (1, 3), (3,), (0, 3)]}
+    owners["grid_shard"] = [(0,), (1,), (0, 1), (1,)]  # hosts
+    ranks = owners.get(sharding, [(0,), (1,), (1,), (0,)])
+    return tuple(
+        Table(rows, dim, (f"f{index}",), sharding, ranks=of_table, mean=index == 2)
+        for index, (rows, dim, of_table) in enumerate(
+            zip((50, 30, 40, 20), (8, 16, 8, 24), ranks, strict=True)
+        )
     )
-    for rank in on_ranks(function("train_with_both"), 4, device, Case(tables, steps=5)):
-        np.testing.assert_array_equal(rank["collective"]["losses"], rank["torchrec"]["losses"])
-        for name, pieces in rank["torchrec"]["tables"].items():
-            for (_, theirs), (_, ours) in zip(pieces, rank["collective"]["tables"][name], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
