@@ -1,34 +1,31 @@
-"""The train step of a config as one pure function: lookup, towers, backward, optimizers, exchange.
+"""The train step of a config as one pure function: lookup, exchange, towers, backward, optimizers.
 
 It is what a rank's chip executes per step, with the kernels of `recsys_tpu.kernels` inside, in the form
-that torch_tpu lowers to one XLA program.  Tables are sharded table-wise over the ranks (each table on one
-rank, pooled rows exchanged by all-to-all), dense weights are replicated.
-
-Suffixes: N ids of a rank's tables, G global batch, B batch of a rank, F features, K tables of a rank,
-W ranks, D embedding dim.
+that torch_tpu lowers to one XLA program.  Tables are sharded in one way over the ranks (`tables`), their
+lookups, exchanges and updates are those of the sharder; dense weights are replicated.  No table is
+materialised: every argument is a meta tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
+from torch import Tensor
 
-from recsys_tpu.config import Config, DenseOptimizerConfig, DLRMConfig
-from recsys_tpu.embeddings.stacks import storage_rows
-from recsys_tpu.errors import ConfigError
-from recsys_tpu.kernels import LookupBatch, Optimizer, OptimizerSpec, ops, pooled_lookup
+from recsys_tpu.aot.dense_update import dense_state_kinds, dense_update
+from recsys_tpu.aot.models import ModelPart, model_part
+from recsys_tpu.aot.tables import ONE_RANK, RankTables, Slice, rank_tables
+from recsys_tpu.config import Config
+from recsys_tpu.embeddings.capacity import Size
+from recsys_tpu.embeddings.dense_tables import DenseLookup
+from recsys_tpu.kernels import LookupBatch, Optimizer, OptimizerSpec, donating_update, pooled_lookup
+from recsys_tpu.kernels.all_to_all.pooled import Transport
 from recsys_tpu.kernels.optimizer import HYPER_SIZE
-from recsys_tpu.kernels.variants import target_chip, variant_for
-from recsys_tpu.models.build import build_click_model
-from recsys_tpu.models.dlrm import DLRM
-
-_BETAS = (0.9, 0.999)  # torch.optim.AdamW's defaults
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,8 @@ class Step:
     """Name -> example, on the meta device."""
     state_names: tuple[str, ...]
     """The arguments that training changes: tables, weights, optimizer state."""
+    table_bytes: int
+    """Of the tables of one rank, without optimizer state."""
 
     @property
     def aliases(self) -> dict[int, int]:
@@ -49,106 +48,121 @@ class Step:
         return {names.index(name): number + 1 for number, name in enumerate(self.state_names)}
 
 
-class _Towers(nn.Module):
-    """The dense part of a DLRM as a module of its own, for torch.func.functional_call."""
-
-    def __init__(self, model: DLRM) -> None:
-        super().__init__()
-        self.dense_arch, self.inter_arch, self.over_arch = model.dense_arch, model.inter_arch, model.over_arch
-
-    def forward(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        return DLRM.towers(self, dense, embedded)  # type: ignore[arg-type]
-
-
-def rows_of_fullest_rank(num_embeddings: Mapping[str, int], world_size: int) -> tuple[int, int]:
-    """(rows, tables) of the rank with most rows, tables placed largest first on the emptiest rank.
-
-    Every rank takes part in the exchange with as many tables as the one that has most.
-    """
-    rows, tables = [0] * world_size, [0] * world_size
-    for size in sorted(num_embeddings.values(), reverse=True):
-        open_ranks = [r for r in range(world_size) if tables[r] < -(-len(num_embeddings) // world_size)]
-        rank = min(open_ranks, key=rows.__getitem__)
-        rows[rank] += size
-        tables[rank] += 1
-    return max(rows), max(tables)
-
-
 def build_step(
     config: Config,
-    num_embeddings: Mapping[str, int],
     *,
-    dense_in_features: int,
-    world_size: int = 1,
+    ranks: Slice = ONE_RANK,
+    sharding: str = "table_wise",
+    transport: Transport = "collective",
 ) -> Step:
-    """The step of rank 0 of `world_size` ranks.
+    """The step of rank 0 of a slice.
 
     Args:
-        num_embeddings: rows of each table, by feature.
-        dense_in_features: number of dense features.
-        world_size: ranks; over 1, the process is inside `slice_group(world_size)`.
+        ranks: over one, the process is inside `slice_group`.
+        sharding: one of TorchRec's sharding types, for every table.
+        transport: of pooled rows: XLA's collectives, or our kernels.
 
     Raises:
-        ConfigError: the model is no DLRM, or the global batch is not divisible by the ranks.
+        ConfigError: the sizes of the model are not known, or don't fit the ranks.
     """
-    if not isinstance(config.model, DLRMConfig):
-        raise ConfigError(f"the step of model.kind={config.model.kind} cannot be compiled yet, only dlrm's")
-    batch_size = config.train.batch_size
-    if batch_size % world_size:
-        raise ConfigError(f"train.batch_size={batch_size} is not a multiple of the {world_size} devices")
-    dim = config.model.embedding_dim
-    features = len(num_embeddings)
-    rows, tables = rows_of_fullest_rank(num_embeddings, world_size)
-    rows = storage_rows(rows)
-    model = build_click_model(config.model, num_embeddings, dense_in_features=dense_in_features)
-    assert isinstance(model, DLRM)
-    towers = _Towers(model).to("tpu")
+    part = model_part(config, world_size=ranks.ranks, group=ranks.group)
     spec = _sparse_spec(config)
-    with torch.device("meta"):
-        table_state = _table_arguments(spec, rows, dim)
-        weights = {f"weight.{name}": torch.empty_like(p) for name, p in towers.named_parameters()}
-        dense_state = {
-            f"{kind}.{name}": torch.empty_like(p)
-            for kind in _dense_state_kinds(config.optimizer.dense)
-            for name, p in towers.named_parameters()
-        }
-        state = {**table_state, **weights, **dense_state}
-        inputs = _batch_arguments(batch_size, batch_size // world_size, tables, dense_in_features)
-    exchange = _Exchange(world_size, tables, features)
-    dense_update = _dense_update(config.optimizer.dense)
-    names = [name.removeprefix("weight.") for name in weights]
-    precision = config.runtime.precision
+    tables = rank_tables(
+        part.tables,
+        sharding,
+        spec=spec,
+        max_ids=part.max_ids,
+        samples=part.samples,
+        within_slice=ranks,
+        transport=transport,
+    )
+    return (
+        _replicated(config, part, tables, ranks)
+        if tables.replicated
+        else _sharded(config, part, tables, ranks)
+    )
+
+
+def _sharded(config: Config, part: ModelPart, tables: RankTables, ranks: Slice) -> Step:
+    """Tables are trained by the fused optimizer, on the rank that stores them."""
+    spec, dense = _sparse_spec(config), part.dense.to("tpu")
+    table_state = {
+        name: value
+        for number, stack in enumerate(tables.stacks)
+        for name, value in (
+            (f"table.{number}", stack.weights),
+            *((f"table_state.{number}.{n}", value) for n, value in enumerate(stack.state)),
+        )
+    }
+    dense_state = _dense_state(config, dict(dense.named_parameters()))
+    state = {**table_state, **dense_state}
+    inputs = {**part.inputs, **_batch_inputs(tables, part.weighted), **_hyper_inputs()}
+    names = [name for name, _ in dense.named_parameters()]
+    update_dense = dense_update(config.optimizer.dense)
 
     def step(*arguments: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([*state, *inputs], arguments, strict=True))
-        batch = _lookup_batch(given, tables * batch_size)
-        pooled = pooled_lookup(given["table"], batch, dim)
-        embedded = exchange.to_samples(pooled).detach().requires_grad_()
+        batches = [_lookup_batch(given, tables, number) for number in range(len(tables.stacks))]
+        pooled = [
+            pooled_lookup(given[f"table.{number}"], batch, stack.dim).detach().requires_grad_()
+            for number, (stack, batch) in enumerate(zip(tables.stacks, batches, strict=True))
+        ]
         leaves = {name: given[f"weight.{name}"].detach().requires_grad_() for name in names}
-        with torch.autocast("tpu", torch.bfloat16, enabled=precision == "bf16"):
-            logits = torch.func.functional_call(towers, leaves, (given["dense"], embedded))
-        losses = nn.functional.binary_cross_entropy_with_logits(
-            logits.float(), given["labels"], reduction="sum"
-        )
-        loss = losses / batch_size
-        embedded_gradient, *gradients = torch.autograd.grad(loss, [embedded, *leaves.values()])
-        gradients = _summed_over_ranks(gradients, world_size)
-        update = ops.update_op(variant_for(pooled.device), target_chip(), spec)
-        new_table = update(
-            given["table"],
-            [given[name] for name in table_state if name != "table"],
-            exchange.to_owners(embedded_gradient),
-            batch.unique_rows,
-            batch.row_offsets,
-            batch.sorted_bags,
-            batch.segments,
-            batch.sorted_weights,
-            given["hyper"],
-        )
-        new_dense = dense_update(given, names, gradients)
-        return (loss.detach(), *new_table, *(new_dense[name] for name in [*weights, *dense_state]))
+        loss = _loss(part, leaves, tables.to_samples(pooled), given, ranks)
+        gradients = torch.autograd.grad(loss, [*pooled, *leaves.values()])
+        of_pooled, of_dense = gradients[: len(pooled)], gradients[len(pooled) :]
+        new: dict[str, Tensor] = {}
+        for number, (stack, batch, gradient) in enumerate(
+            zip(tables.stacks, batches, of_pooled, strict=True)
+        ):
+            old = tuple(given[f"table_state.{number}.{n}"] for n in range(len(stack.state)))
+            table, updated = donating_update(
+                given[f"table.{number}"], old, gradient, batch, spec, given["hyper"]
+            )
+            new[f"table.{number}"] = table
+            new.update({f"table_state.{number}.{n}": value for n, value in enumerate(updated)})
+        new.update(update_dense(given, names, _mean_over_ranks(of_dense, ranks)))
+        return (loss.detach(), *(new[name] for name in state))
 
-    return Step(step, {**state, **inputs}, tuple(state))
+    return Step(step, {**state, **inputs}, tuple(state), _bytes(tables))
+
+
+def _replicated(config: Config, part: ModelPart, tables: RankTables, ranks: Slice) -> Step:
+    """Every rank holds the tables and trains them with the dense optimizer, from gradients of their size."""
+    dense = part.dense.to("tpu")
+    of_tables = {f"table.{number}": stack.weights for number, stack in enumerate(tables.stacks)}
+    parameters = {**of_tables, **dict(dense.named_parameters())}
+    state = _dense_state(config, parameters)
+    inputs = {**part.inputs, **_batch_inputs(tables, part.weighted), **_hyper_inputs()}
+    update_dense = dense_update(config.optimizer.dense)
+
+    def step(*arguments: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip([*state, *inputs], arguments, strict=True))
+        leaves = {name: given[f"weight.{name}"].detach().requires_grad_() for name in parameters}
+        pooled = [
+            DenseLookup.apply(leaves[f"table.{number}"], stack.dim, _lookup_batch(given, tables, number))
+            for number, stack in enumerate(tables.stacks)
+        ]
+        weights = {name: leaf for name, leaf in leaves.items() if name not in of_tables}
+        loss = _loss(part, weights, tables.to_samples(pooled), given, ranks)
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        new = update_dense(given, list(parameters), _mean_over_ranks(gradients, ranks))
+        return (loss.detach(), *(new[name] for name in state))
+
+    return Step(step, {**state, **inputs}, tuple(state), _bytes(tables))
+
+
+def _loss(
+    part: ModelPart,
+    weights: Mapping[str, Tensor],
+    embedded: Tensor,
+    given: Mapping[str, Tensor],
+    ranks: Slice,
+) -> Tensor:
+    """This rank's share of the global mean loss times the ranks, as `Task.loss`."""
+    inputs = {name: given[name] for name in part.inputs}
+    total = torch.func.functional_call(part.dense, dict(weights), (embedded,), inputs)
+    return total * (ranks.ranks / part.loss_rows)
 
 
 def _sparse_spec(config: Config) -> OptimizerSpec:
@@ -161,152 +175,78 @@ def _sparse_spec(config: Config) -> OptimizerSpec:
     return OptimizerSpec(kinds[sparse.kind], eps=sparse.eps)
 
 
-def _table_arguments(spec: OptimizerSpec, rows: int, dim: int) -> dict[str, Tensor]:
-    sizes = spec.state_sizes(rows, dim)
-    states = {f"table_state.{number}": torch.empty(size) for number, size in enumerate(sizes)}
-    return {"table": torch.empty(rows * dim), **states}
-
-
-def _batch_arguments(global_batch: int, batch: int, tables: int, dense: int) -> dict[str, Tensor]:
-    """One id per table and sample; see `LookupBatch` for the index tensors."""
-    ids = tables * global_batch
-
-    def index(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32)
-
+def _dense_state(config: Config, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    kinds = ("weight", *dense_state_kinds(config.optimizer.dense))
     return {
-        "dense": torch.empty(batch, dense),
-        "labels": torch.empty(batch),
-        "rows_N": index(ids),
-        "bags_N": index(ids),
-        "bag_offsets": index(ids + 1),
-        "unique_rows": index(ids),
-        "row_offsets": index(ids + 1),
-        "sorted_bags_N": index(ids),
-        "segments_N": index(ids),
-        "order_N": index(ids),
-        "counts": index(2),
-        "hyper": torch.empty(HYPER_SIZE),
-        "step": torch.empty(()),
+        f"{kind}.{name}": torch.empty(parameter.shape, device="meta")
+        for kind in kinds
+        for name, parameter in parameters.items()
     }
 
 
-def _lookup_batch(given: Mapping[str, Tensor], num_bags: int) -> LookupBatch:
+def _hyper_inputs() -> dict[str, Tensor]:
+    return {"hyper": torch.empty(HYPER_SIZE, device="meta"), "step": torch.empty((), device="meta")}
+
+
+def _batch_inputs(tables: RankTables, weighted: bool) -> dict[str, Tensor]:
+    """See `LookupBatch` for the index tensors."""
+    inputs: dict[str, Tensor] = {}
+    for number, (features, size) in enumerate(zip(tables.features, tables.sizes, strict=True)):
+        of_stack = _index_inputs(size, tables.samples * features)
+        if weighted:
+            of_stack |= {
+                name: torch.empty(size[0], device="meta") for name in ("weights_N", "sorted_weights_N")
+            }
+        inputs |= {f"{name}.{number}": value for name, value in of_stack.items()}
+    return inputs
+
+
+def _index_inputs(size: Size, bags: int) -> dict[str, Tensor]:
+    ids, unique = size
+    lengths = {
+        "rows_N": ids,
+        "bags_N": ids,
+        "bag_offsets": bags + 1,
+        "unique_rows": unique,
+        "row_offsets": unique + 1,
+        "sorted_bags_N": ids,
+        "segments_N": ids,
+        "order_N": ids,
+        "counts": 2,
+    }
+    return {name: torch.empty(n, dtype=torch.int32, device="meta") for name, n in lengths.items()}
+
+
+def _lookup_batch(given: Mapping[str, Tensor], tables: RankTables, number: int) -> LookupBatch:
+    def of_stack(name: str) -> Any:
+        return given.get(f"{name}.{number}")
+
     return LookupBatch(
-        num_bags=num_bags,
-        rows=given["rows_N"],
-        bags=given["bags_N"],
-        weights=None,
-        bag_offsets=given["bag_offsets"],
-        unique_rows=given["unique_rows"],
-        row_offsets=given["row_offsets"],
-        sorted_bags=given["sorted_bags_N"],
-        sorted_weights=None,
-        segments=given["segments_N"],
-        order=given["order_N"],
-        counts=given["counts"],
+        num_bags=tables.samples * tables.features[number],
+        rows=of_stack("rows_N"),
+        bags=of_stack("bags_N"),
+        weights=of_stack("weights_N"),
+        bag_offsets=of_stack("bag_offsets"),
+        unique_rows=of_stack("unique_rows"),
+        row_offsets=of_stack("row_offsets"),
+        sorted_bags=of_stack("sorted_bags_N"),
+        sorted_weights=of_stack("sorted_weights_N"),
+        segments=of_stack("segments_N"),
+        order=of_stack("order_N"),
+        counts=of_stack("counts"),
     )
 
 
-class _Exchange:
-    """Pooled rows from the owners of the tables to the ranks of the samples, and gradients back."""
-
-    def __init__(self, world_size: int, tables: int, features: int) -> None:
-        self.world_size, self.tables, self.features = world_size, tables, features
-
-    def to_samples(self, pooled: Tensor) -> Tensor:
-        """``[K * G, D]`` of the rank's tables to ``[B, F, D]`` of its samples."""
-        dim = pooled.shape[1]
-        x_KWBD = pooled.reshape(self.tables, self.world_size, -1, dim)
-        x_WKBD = self._all_to_all(x_KWBD.transpose(0, 1))
-        return x_WKBD.reshape(self.world_size * self.tables, -1, dim)[: self.features].transpose(0, 1)
-
-    def to_owners(self, gradient: Tensor) -> Tensor:
-        """``[B, F, D]`` to ``[K * G, D]``; tables that fill up a rank get zeros."""
-        batch, _, dim = gradient.shape
-        missing = self.world_size * self.tables - self.features
-        x_FBD = nn.functional.pad(gradient.transpose(0, 1), (0, 0, 0, 0, 0, missing))
-        x_WKBD = self._all_to_all(x_FBD.reshape(self.world_size, self.tables, batch, dim))
-        return x_WKBD.transpose(0, 1).reshape(-1, dim)
-
-    def _all_to_all(self, tensor: Tensor) -> Tensor:
-        if self.world_size == 1:
-            return tensor
-        return functional.all_to_all_single(tensor.contiguous(), None, None, _world())
-
-
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None, "a sharded step is built inside slice_group()"
-    return dist.group.WORLD
-
-
-def _summed_over_ranks(gradients: Sequence[Tensor], world_size: int) -> list[Tensor]:
+def _mean_over_ranks(gradients: Sequence[Tensor], ranks: Slice) -> list[Tensor]:
     """All dense gradients in one all-reduce."""
-    if world_size == 1:
+    if ranks.group is None:
         return list(gradients)
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    parts = functional.all_reduce(flat, "sum", _world()).split([g.numel() for g in gradients])
-    return [part.reshape(g.shape) for part, g in zip(parts, gradients, strict=True)]
+    group: dist.ProcessGroup = ranks.group
+    total = functional.all_reduce(flat, "sum", group) / ranks.ranks
+    parts = total.split([gradient.numel() for gradient in gradients])
+    return [part.reshape(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
 
 
-StateKind = Literal["moment1", "moment2", "sum", "momentum"]
-
-
-def _dense_state_kinds(config: DenseOptimizerConfig) -> tuple[StateKind, ...]:
-    if config.kind == "adamw":
-        return ("moment1", "moment2")
-    if config.kind == "adagrad":
-        return ("sum",)
-    return ("momentum",) if config.momentum else ()
-
-
-def _dense_update(
-    config: DenseOptimizerConfig,
-) -> Callable[[Mapping[str, Tensor], Sequence[str], Sequence[Tensor]], dict[str, Tensor]]:
-    """torch.optim's AdamW, Adagrad or SGD as a pure function: (arguments, names, gradients) -> new state."""
-    rules: dict[str, Callable[..., dict[str, Tensor]]] = {"adamw": _adamw, "adagrad": _adagrad, "sgd": _sgd}
-    rule = rules[config.kind]
-
-    def update(given: Mapping[str, Tensor], names: Sequence[str], gradients: Sequence[Tensor]) -> Any:
-        new: dict[str, Tensor] = {}
-        for name, gradient in zip(names, gradients, strict=True):
-            kinds = ("weight", *_dense_state_kinds(config))
-            old = {kind: given[f"{kind}.{name}"] for kind in kinds}
-            updated = rule(config, old, gradient, given["step"])
-            new.update({f"{kind}.{name}": value for kind, value in updated.items()})
-        return new
-
-    return update
-
-
-def _adamw(
-    config: DenseOptimizerConfig, old: Mapping[str, Tensor], gradient: Tensor, step: Tensor
-) -> dict[str, Tensor]:
-    beta1, beta2 = _BETAS
-    moment1 = beta1 * old["moment1"] + (1 - beta1) * gradient
-    moment2 = beta2 * old["moment2"] + (1 - beta2) * gradient.square()
-    root = (moment2 / (1 - beta2**step)).sqrt() + config.eps
-    kept = old["weight"] * (1 - config.learning_rate * config.weight_decay)
-    weight = kept - config.learning_rate * (moment1 / (1 - beta1**step)) / root
-    return {"weight": weight, "moment1": moment1, "moment2": moment2}
-
-
-def _adagrad(
-    config: DenseOptimizerConfig, old: Mapping[str, Tensor], gradient: Tensor, step: Tensor
-) -> dict[str, Tensor]:
-    gradient = gradient + config.weight_decay * old["weight"]
-    total = old["sum"] + gradient.square()
-    return {
-        "weight": old["weight"] - config.learning_rate * gradient / (total.sqrt() + config.eps),
-        "sum": total,
-    }
-
-
-def _sgd(
-    config: DenseOptimizerConfig, old: Mapping[str, Tensor], gradient: Tensor, step: Tensor
-) -> dict[str, Tensor]:
-    gradient = gradient + config.weight_decay * old["weight"]
-    if not config.momentum:
-        return {"weight": old["weight"] - config.learning_rate * gradient}
-    momentum = config.momentum * old["momentum"] + gradient
-    return {"weight": old["weight"] - config.learning_rate * momentum, "momentum": momentum}
+def _bytes(tables: RankTables) -> int:
+    return sum(stack.weights.numel() * stack.weights.element_size() for stack in tables.stacks)

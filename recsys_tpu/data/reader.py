@@ -140,10 +140,11 @@ class ParquetReader:
 
     @property
     def max_ids_per_sample(self) -> dict[str, int]:
-        """1 for the features whose column, in the first file, is one id a row; lists have no known limit."""
+        """Of the features whose column, in the first file, is one id a row; lists have no known limit."""
         schema = pq.read_schema(self._segments[0].file)
         names = [name for name in self.metadata.sparse_features if name in schema.names]
-        return {name: 1 for name in names if pa.types.is_integer(schema.field(name).type)}
+        single = [name for name in names if pa.types.is_integer(schema.field(name).type)]
+        return {name: self._multi_hot.size(name) if self._multi_hot else 1 for name in single}
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """Batches ``start, start + 1, …`` of epoch number `epoch`, prepared by a background thread.

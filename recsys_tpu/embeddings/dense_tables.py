@@ -33,6 +33,7 @@ class DenseTables(nn.Module):
         self._output_dtype = output_dtype
         self.stacks = make_stacks(tables, dtype=dtype, spec=OptimizerSpec(Optimizer.SGD), device=device)
         self.weights = nn.ParameterList([nn.Parameter(stack.weights) for stack in self.stacks])
+        self._to_rehearse: list[list[LookupBatch]] = [[] for _ in self.stacks]
         self._where = {
             index: position for position, stack in enumerate(self.stacks) for index in stack.tables
         }
@@ -45,15 +46,19 @@ class DenseTables(nn.Module):
     def pool(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
         """Each stack's pooled embeddings `[bags, dim]`."""
         return [
-            _DenseLookup.apply(weights, stack.dim, lookup).to(self._output_dtype)
-            for weights, stack, lookup in zip(self.weights, self.stacks, batches, strict=True)
+            DenseLookup.apply(weights, stack.dim, lookup, rehearsals).to(self._output_dtype)
+            for weights, stack, lookup, rehearsals in zip(
+                self.weights, self.stacks, batches, self._to_rehearse, strict=True
+            )
         ]
 
     def rehearse(self, position: int, batch: LookupBatch) -> None:
-        """Runs lookup and gradient of a stack on a batch without ids, so that their programs are there."""
-        weights, stack = self.weights[position], self.stacks[position]
-        output = _DenseLookup.apply(weights, stack.dim, batch)
-        torch.autograd.grad(output, weights, torch.zeros_like(output))
+        """Runs lookup and gradient of a stack on a batch without ids, so that their programs are there.
+
+        The gradient comes behind the next one, from the same gradient of the output, which may be a view.
+        """
+        kernels.pooled_lookup(self.weights[position].detach(), batch, self.stacks[position].dim)
+        self._to_rehearse[position].append(batch)
 
     def slice_of(self, index: int) -> tuple[Tensor, int, int]:
         """(flat parameter, first element, last element) of a table."""
@@ -71,19 +76,31 @@ class DenseTables(nn.Module):
         ]
 
 
-class _DenseLookup(torch.autograd.Function):
+class DenseLookup(torch.autograd.Function):
+    """Lookup of a replicated stack whose backward is a gradient of the stack's size."""
+
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, dim: int, batch: LookupBatch) -> Tensor:
+    def forward(
+        ctx: Any, weights: Tensor, dim: int, batch: LookupBatch, rehearsals: list[LookupBatch] | None = None
+    ) -> Tensor:
         ctx.batch, ctx.shape, ctx.dtype = batch, (weights.numel() // dim, dim), weights.dtype
+        ctx.rehearsals = rehearsals
         return kernels.pooled_lookup(weights.detach(), batch, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        batch, (rows, dim) = ctx.batch, ctx.shape
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = DenseLookup._gradient(ctx, ctx.batch, grad_output)
+        while ctx.rehearsals:
+            DenseLookup._gradient(ctx, ctx.rehearsals.pop(), grad_output)
+        return gradient, None, None, None
+
+    @staticmethod
+    def _gradient(ctx: Any, batch: LookupBatch, grad_output: Tensor) -> Tensor:
+        rows, dim = ctx.shape
         bags = batch.bags.clamp(max=batch.num_bags - 1)
         each = grad_output.float().index_select(0, bags)
         if batch.weights is not None:
             each = each * batch.weights[:, None]
         each = torch.where((batch.bags < batch.num_bags)[:, None], each, 0.0)  # padding adds 0 to row 0
         gradient = torch.zeros(rows, dim, device=grad_output.device).index_add(0, batch.rows, each)
-        return gradient.view(-1).to(ctx.dtype), None, None
+        return gradient.view(-1).to(ctx.dtype)

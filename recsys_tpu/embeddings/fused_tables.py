@@ -81,6 +81,7 @@ class FusedTables(nn.Module):
         self._step = 0
         self._step_of_table = [torch.zeros(1, dtype=torch.int64, device=device) for _ in tables]
         self._hyper: Tensor | None = None
+        self._to_rehearse: dict[int, list[LookupBatch]] = {}
         self._device = device
         self._views: list[StackView] = []
         self._weights = [self._view(index, None) for index in range(len(tables))]
@@ -112,12 +113,19 @@ class FusedTables(nn.Module):
     def update(self, stack: TableStack, batch: LookupBatch, grad_output: Tensor) -> None:
         """Applies the optimizer to the rows that `batch` touched."""
         kernels.fused_update(stack.weights, stack.state, grad_output, batch, self.spec, self._hyper_tensor())
+        for nothing in self._to_rehearse.pop(id(stack), ()):
+            kernels.fused_update(
+                stack.weights, stack.state, grad_output, nothing, self.spec, self._hyper_tensor()
+            )
 
     def rehearse(self, position: int, batch: LookupBatch) -> None:
-        """Runs lookup and update of a stack on a batch without ids, so that their programs are there."""
+        """Runs lookup and update of a stack on a batch without ids, so that their programs are there.
+
+        The update comes behind the next one, with its gradient: a program is built for a view as it is.
+        """
         stack = self.stacks[position]
-        output = kernels.pooled_lookup(stack.weights, batch, stack.dim)
-        self.update(stack, batch, torch.zeros_like(output))
+        kernels.pooled_lookup(stack.weights, batch, stack.dim)
+        self._to_rehearse.setdefault(id(stack), []).append(batch)
 
     def next_step(self) -> None:
         """Counts an optimizer step: what the updates that follow use for bias correction and rounding."""

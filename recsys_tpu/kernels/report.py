@@ -1,11 +1,12 @@
 """What the kernels ask of a chip, beside the floor: nothing here is a measured speed.
 
-    python -m recsys_tpu.kernels.report [--chip v6e ...]
+    python -m recsys_tpu.kernels.report [--chip v6e ...] [--slice v6e:2x4 ...]
 
 HBM bytes are counted from how the kernels walk (`traffic`); temporaries and aliasing are the compiler's
 figures; bundles are static cycles of a TensorCore kernel's loops, without waiting for memory (SparseCore
 programs leave no schedule).  The peer of an update is what autograd makes of a plain lookup: a gradient as
-large as the table.
+large as the table.  Behind the tables of the chips come those of the exchanges between chips
+(`all_to_all.report`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recsys_tpu.chips import CHIPS, Chip
+from recsys_tpu.kernels.all_to_all.report import compiled_report, exchange_report
 from recsys_tpu.kernels.arg_specs import MATRIX, Program
 from recsys_tpu.kernels.tensorcore import update, windows
 from recsys_tpu.kernels.traffic import dense_gradient_traffic, traffic
@@ -38,6 +40,7 @@ NAMES = (
     "rowwise_adagrad-packed-128",
     "adam-float32-128",
 )
+SLICES = ("v6e:2x4", "v5p:2x2x1")
 GOALS = (
     "goals: bytes 1.25x the floor; TensorCore, dim 128 float32: 5 bundles an id (lookup), 16 a row (update)"
 )
@@ -104,6 +107,12 @@ def row(program: Program, chip: Chip, result: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="HBM bytes, temporaries and static bundles of the kernels")
     parser.add_argument("--chip", action="append", choices=sorted(CHIPS), help="default: v5e and v6e")
+    parser.add_argument(
+        "--slice",
+        action="append",
+        metavar="TOPOLOGY",
+        help=f"compile the exchanges between chips for it (default: {', '.join(SLICES)})",
+    )
     options = parser.parse_args()
     console = Console(width=150)
     console.print(f"{IDS:,} ids in {BAGS:,} bags, {UNIQUE:,} distinct rows of a table of 2^20; {GOALS}")
@@ -119,6 +128,9 @@ def main() -> None:
         for program in programs:
             table.add_row(*row(_sized(program), chip, results[program.name]))
         console.print(table)
+    console.print(exchange_report())
+    for topology in options.slice or SLICES:
+        console.print(compiled_report(topology))
 
 
 def _sized(program: Program) -> Program:

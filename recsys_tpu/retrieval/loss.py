@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 
@@ -63,14 +64,11 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         context.group = group
-        gathered = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return gathered
+        # functional, so that a step can be traced with it
+        return functional.wait_tensor(functional.all_gather_single(local.contiguous(), 0, group))
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        group = context.group
-        local = gradient.new_empty(gradient.shape[0] // group.size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=group)
-        return local, None
+        total = functional.reduce_scatter_single(gradient.contiguous(), "sum", 0, context.group)
+        return functional.wait_tensor(total), None

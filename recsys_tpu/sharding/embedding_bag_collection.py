@@ -38,6 +38,8 @@ from recsys_tpu.sharding.pooled_shardings import pooled_sharding
 from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
 
 _Prepared = tuple[EmbeddingBagCollectionContext, list[LookupInput]]
+# torch_tpu builds a program when it first runs, and once more when it runs again on another program's result.
+_REHEARSALS = 3
 
 
 class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -154,10 +156,11 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self._device.type == "cpu" or not self.training or kind in self._rehearsed:
             return
         self._rehearsed.add(kind)
-        levels = iter(self._capacities.levels(kind))
-        for lookup, of_lookup in zip(self._lookups, prepared, strict=True):
-            unwrapped: Any = getattr(lookup, "module", lookup)  # out of DDP
-            unwrapped.rehearse(of_lookup, levels)
+        for _ in range(_REHEARSALS):
+            levels = iter(self._capacities.levels(kind))
+            for lookup, of_lookup in zip(self._lookups, prepared, strict=True):
+                unwrapped: Any = getattr(lookup, "module", lookup)  # out of DDP
+                unwrapped.rehearse(of_lookup, levels)
 
 
 def _check_pooling(module: EmbeddingBagCollection) -> None:

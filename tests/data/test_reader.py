@@ -119,6 +119,10 @@ def test_an_epoch_has_every_row_once_and_the_same_batches_at_every_world_size(
             assert {part.global_rows for part in parts} == {expected.global_rows}
 
 
+def test_ids_of_a_sample_are_limited_where_a_column_is_no_list(tmp_path: Path) -> None:
+    assert reader(write_data(tmp_path / "data", rows=40)).max_ids_per_sample == {"A": 1}
+
+
 def test_starting_in_mid_epoch_continues_exactly(tmp_path: Path) -> None:
     directory = write_data(tmp_path / "d", rows=333)
     whole = list(reader(directory).epoch(2))

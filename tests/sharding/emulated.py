@@ -38,6 +38,7 @@ def train_with_tower(runtime: Runtime, case: Case, longest_bags: list[int]) -> d
     counters = dmp.module.ebc.capacity_counters
     return {
         "compilations": compilations,
+        "after_warmup": [str(compilation) for compilation in runtime.compile_watch.after_warmup],
         "losses": losses,
         "late": counters.late,
         "shapes": len(counters.shapes),

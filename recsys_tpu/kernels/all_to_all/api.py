@@ -180,9 +180,9 @@ def ragged_all_to_all(
     counts, int32 ``[chips]``.  Counts are exchanged first, unless the caller knows them from a plan and
     passes `received_counts` (if they contradict the senders, the kernel hangs).
 
-    Only pieces that hold valid rows travel (1/32 of the capacity each, at least one tile).  A count above
-    the capacity is not cut: it comes out as it is in the counts received, for `check_counts` to refuse on
-    the host; rows beyond the capacity do not travel.
+    Only pieces that hold valid rows travel (1/32 of the capacity each, at least one tile), and one piece
+    where there are none.  A count above the capacity is not cut: it comes out as it is in the counts
+    received, for `check_counts` to refuse on the host; rows beyond the capacity do not travel.
     """
     options = _options(
         "ragged_all_to_all",
@@ -222,9 +222,7 @@ def _ragged_all_to_all(
     pieces = Pieces.of(capacity * dim, tile=tile_lines(wire.dtype), at_most=RAGGED_PIECES)
 
     def used_pieces(counts: jax.Array) -> jax.Array:
-        elements = jnp.clip(counts, 0, capacity) * dim
-        piece_elements = pieces.lines_each * LANES
-        return (elements + piece_elements - 1) // piece_elements
+        return travelling_pieces(jnp.clip(counts, 0, capacity) * dim, pieces)
 
     received = direct.direct_ragged_all_to_all(
         to_lines(wire, pieces.lines),
@@ -286,16 +284,26 @@ def planned_all_to_all(
         return reference.all_to_all(chunks, axis=axis, scale=scale, wire_dtype=wire_dtype)
     wire = _on_the_wire(chunks, options)
     pieces = Pieces.of(capacity * dim, tile=tile_lines(wire.dtype), at_most=RAGGED_PIECES)
-    plan = -(-np.asarray(counts) * dim // (pieces.lines_each * LANES))
+    plan = travelling_pieces(jnp.asarray(counts, jnp.int32) * dim, pieces)
     received = direct.direct_planned_all_to_all(
         to_lines(wire, pieces.lines),
-        jnp.asarray(plan.reshape(-1), jnp.int32),
+        plan.reshape(-1),
         ring=options.ring,
         pieces=pieces,
         collective_id=collective_id,
         interpret=interpret,
     )
     return from_lines(received, (capacity, dim)).astype(chunks.dtype)
+
+
+def travelling_pieces(elements: jax.Array, pieces: Pieces) -> jax.Array:
+    """Pieces that a pair exchanges for int32 `elements`: those that hold any of them, and at least one.
+
+    A chip that is done has then heard from every peer, so every peer has passed the entry barrier: signals of
+    the next exchange, which uses the same barrier semaphore, can't be taken for signals of this one.
+    """
+    each = pieces.lines_each * LANES
+    return jnp.maximum((elements + each - 1) // each, 1)
 
 
 def _on_the_wire(chunks: jax.Array, options: _Options) -> jax.Array:

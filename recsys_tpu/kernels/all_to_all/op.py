@@ -2,6 +2,8 @@
 
 An op takes this rank's lines of 128 elements.  Its kernel runs on a mesh of all ranks (torch_tpu takes no
 other) and along one axis of it, so that a part of the ranks, such as those of a host, can exchange as well.
+Each axis has a barrier semaphore (`collective_id`) of its own: a chip may be done on one axis and enter an
+exchange on the other while its peers there still wait on the first.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from torch import Tensor
 
 from recsys_tpu.kernels.all_to_all import api, pooled
@@ -47,6 +49,7 @@ def exchange_op(axis: MeshAxis) -> Callable[..., Tensor]:
     ) -> jax.Array:
         options: dict[str, Any] = {
             "axis": axis.name,
+            "collective_id": axis.index,
             "scale": scale,
             "wire_dtype": jnp.bfloat16 if bf16 else None,
         }
@@ -59,7 +62,7 @@ def exchange_op(axis: MeshAxis) -> Callable[..., Tensor]:
 
         return _on_every_chip(one_chip, mesh, shards)(lines)
 
-    return exchange_lines
+    return _of_local(exchange_lines, axis)
 
 
 @functools.cache
@@ -74,9 +77,10 @@ def sum_op(axis: MeshAxis) -> Callable[..., Tensor]:
         output_partition_specs=(shards,),
     )
     def sum_lines(lines: jax.Array) -> jax.Array:
-        return _on_every_chip(functools.partial(api.reduce_scatter, axis=axis.name), mesh, shards)(lines)
+        total = functools.partial(api.reduce_scatter, axis=axis.name, collective_id=axis.index)
+        return _on_every_chip(total, mesh, shards)(lines)
 
-    return sum_lines
+    return _of_local(sum_lines, axis)
 
 
 @functools.cache
@@ -91,16 +95,40 @@ def gather_op(axis: MeshAxis) -> Callable[..., Tensor]:
         output_partition_specs=(shards,),
     )
     def gather_lines(lines: jax.Array) -> jax.Array:
-        return _on_every_chip(functools.partial(api.all_gather, axis=axis.name), mesh, shards)(lines)
+        everyone = functools.partial(api.all_gather, axis=axis.name, collective_id=axis.index)
+        return _on_every_chip(everyone, mesh, shards)(lines)
 
-    return gather_lines
+    return _of_local(gather_lines, axis)
 
 
 def _mesh(axis: MeshAxis) -> tuple[Mesh, PartitionSpec]:
-    """The mesh of all ranks, and how a local tensor lies on it: by its first dimension over all axes."""
+    """The mesh of all ranks, and how a local tensor lies on it: a leading dimension of 1 for each axis."""
     mesh = _pallas.get_pallas_mesh(axis.names, mesh_shape=axis.shape, process_group=axis.world)
-    return mesh, PartitionSpec(axis.names)
+    return mesh, PartitionSpec(*axis.names)
+
+
+def _of_local(op: Callable[..., Tensor], axis: MeshAxis) -> Callable[..., Tensor]:
+    """`op` for tensors without the leading dimensions."""
+    axes = len(axis.shape)
+
+    def call(lines: Tensor, *options: Any) -> Tensor:
+        result = op(lines.reshape(*[1] * axes, *lines.shape), *options)
+        return result.reshape(result.shape[axes:])
+
+    return call
 
 
 def _on_every_chip(function: Callable[[jax.Array], jax.Array], mesh: Mesh, shards: PartitionSpec) -> Any:
-    return jax.shard_map(function, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False)
+    axes = len(mesh.axis_names)
+
+    def one_chip(lines: jax.Array) -> jax.Array:
+        result = function(lines.reshape(lines.shape[axes:]))
+        return result.reshape(*[1] * axes, *result.shape)
+
+    def run(lines: jax.Array) -> jax.Array:
+        # not under the mesh of one chip that lookups in the same program may be traced in
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            sharded = jax.shard_map(one_chip, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False)
+            return sharded(lines)
+
+    return run

@@ -260,7 +260,7 @@ class _SumPooled(torch.autograd.Function):
 
             total = sum_op(axis)(chunks)
         else:
-            total = functional.wait_tensor(functional.reduce_scatter_tensor(chunks, "sum", 0, group))
+            total = functional.wait_tensor(functional.reduce_scatter_single(chunks, "sum", 0, group))
         return total.reshape(-1)[:elements].reshape(shape)
 
     @staticmethod
@@ -273,7 +273,7 @@ class _SumPooled(torch.autograd.Function):
 
             gathered = gather_op(ctx.axis)(lines)
         else:
-            gathered = functional.wait_tensor(functional.all_gather_tensor(lines, 0, ctx.group))
+            gathered = functional.wait_tensor(functional.all_gather_single(lines, 0, ctx.group))
         ranks = dist.get_world_size(ctx.group)
         own = gathered.reshape(ranks, -1)[:, :elements].reshape(ranks * grad.shape[0], grad.shape[1])
         return own, None, None, None, None

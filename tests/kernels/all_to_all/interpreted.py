@@ -14,7 +14,14 @@ from recsys_tpu.kernels.all_to_all import api, reference
 from recsys_tpu.kernels.all_to_all.fused import fused_lookup_all_to_all
 from recsys_tpu.kernels.all_to_all.reduce_scatter import Bands
 from tests.kernels.all_to_all.children import serve
-from tests.kernels.all_to_all.interpreting import MODES, differences, interpreter, mesh_of, on_chips
+from tests.kernels.all_to_all.interpreting import (
+    MODES,
+    differences,
+    interpreter,
+    mesh_of,
+    on_chips,
+    races_found,
+)
 
 
 def payload(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> Any:
@@ -67,6 +74,36 @@ def on_torus(mode: str, rows: int, columns: int, chunk: tuple[int, ...]) -> list
     axes = ("x", "y")
     got = on_chips(mesh, functools.partial(api.torus_all_to_all, axes=axes, interpret=interpreter(mode)), x)
     return differences(got, on_chips(mesh, functools.partial(reference.all_to_all, axis=axes), x))
+
+
+def torus_gradient(mode: str) -> list[str]:
+    """The gradient of an exchange of chunks is the exchange of the weights that they are summed with."""
+    x, weight = payload(4, 4, 10, 24), payload(4, 4, 10, 24, seed=1)
+    axes = ("x", "y")
+
+    def gradient(x: jax.Array, weight: jax.Array) -> jax.Array:
+        exchange = functools.partial(api.torus_all_to_all, axes=axes, interpret=interpreter(mode))
+        return jax.grad(lambda x: (exchange(x) * weight).sum())(x)
+
+    mesh = mesh_of(2, 2)
+    expected = on_chips(mesh, functools.partial(reference.all_to_all, axis=axes), weight)
+    return differences(on_chips(mesh, gradient, x, weight), expected)
+
+
+def in_row_groups(mode: str, groups: int, size: int) -> list[str]:
+    """Sums within a row group, then an exchange across: what table-row-wise shards need, each on one axis."""
+    x, mesh = payload(groups * size, size, groups, 10, 24), mesh_of(groups, size)
+
+    def ours(x: jax.Array) -> jax.Array:
+        sums = api.reduce_scatter(x, axis="y", collective_id=1, interpret=interpreter(mode))
+        return api.all_to_all(sums, axis="x", collective_id=0, interpret=interpreter(mode))
+
+    def xlas(x: jax.Array) -> jax.Array:
+        return reference.all_to_all(reference.reduce_scatter(x, axis="y"), axis="x")
+
+    (got,), (expected,) = on_chips(mesh, ours, x), on_chips(mesh, xlas, x)
+    problems = ["race"] if races_found() else []
+    return problems if np.allclose(got, expected, atol=1e-5) else [*problems, "not what XLA gives"]
 
 
 def ring_sums(x: np.ndarray) -> np.ndarray:
@@ -206,6 +243,8 @@ TORUS = {
     "torus 2x2": (on_torus, 2, 2, (40, 128)),
     "torus 2x4, dim 24": (on_torus, 2, 4, (10, 24)),
     "torus 3x2": (on_torus, 3, 2, (16, 128)),
+    "row groups 2x2": (in_row_groups, 2, 2),
+    "row groups 2x3": (in_row_groups, 2, 3),
 }
 SUMS = {
     **{f"reduce-scatter, {chips} chips": (summed, chips, 70) for chips in (2, 4, 8)},
@@ -238,6 +277,7 @@ PROOFS = {
     **{f"{name}, {mode}": bind(case, mode) for (name, case), mode in itertools.product(CASES.items(), MODES)},
     "one chip": one_chip,
     **{f"equal gradient, {mode}": functools.partial(equal_gradient, mode) for mode in MODES},
+    **{f"torus gradient, {mode}": functools.partial(torus_gradient, mode) for mode in MODES},
     **{f"reduce-scatter gradient, {mode}": functools.partial(summed_gradient, mode) for mode in MODES},
     **{f"ragged gradient, {mode}": functools.partial(ragged_gradient, mode) for mode in MODES},
 }
@@ -249,6 +289,7 @@ SLOW = (
     "reduce-scatter, 8 chips",
     "reduce-scatter, several bands",
     "torus 2x4",
+    "row groups 2x3",
     "bf16 wire, more pieces",
     "planned, bf16 wire",
     "lookup and exchange, 4 chips",
