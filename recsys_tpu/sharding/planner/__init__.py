@@ -8,7 +8,7 @@ from recsys_tpu.sharding.planner.errors import InfeasibleError, PlanDriftError, 
 from recsys_tpu.sharding.planner.estimate import Estimate, estimate
 from recsys_tpu.sharding.planner.make import make_plan
 from recsys_tpu.sharding.planner.plan import Plan, Shard, TablePlan
-from recsys_tpu.sharding.planner.solver import Effort
+from recsys_tpu.sharding.planner.search import Effort
 from recsys_tpu.sharding.planner.tables import (
     DensePart,
     IdStatistics,

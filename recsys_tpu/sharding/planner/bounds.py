@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csc_matrix, vstack
 
-from recsys_tpu.sharding.planner.highs import INFINITY, minimise
+from recsys_tpu.sharding.planner.highs import INFINITY, Bases, minimise
 from recsys_tpu.sharding.planner.problem import EVERY, BoolArray, FloatArray, IntArray, Problem
 
 _DUAL_FUNCTIONS = (1, 2, 3, 4, 6)
@@ -52,6 +52,7 @@ class Relaxed:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
+        self._program = _Program(problem)
         o = problem.options
         self._share = problem.copies / problem.ranks
         every = o.kind == EVERY
@@ -66,8 +67,8 @@ class Relaxed:
         tightened = self._tighten(time, memory)
         if tightened is None:
             return None
-        program, rows, common, usable = tightened
-        mean = program.minimise(rows, self._mean_rows(time))
+        rows, common, usable = tightened
+        mean = self._program.minimise(rows, self._mean_rows(time), usable)
         if mean is None:
             return None
         return Relaxation(value=mean[0] * time, common=common, usable=usable, weights=mean[1])
@@ -75,15 +76,19 @@ class Relaxed:
     def usable_at(self, time: float, memory: float) -> BoolArray:
         """Options that some plan within a target may contain; all, where the target is impossible."""
         tightened = self._tighten(time, memory)
-        return tightened[3] if tightened else np.ones(len(self._problem.options), dtype=bool)
+        return tightened[2] if tightened else np.ones(len(self._problem.options), dtype=bool)
+
+    def limits(self, time: float, memory: float) -> tuple[list[FloatArray], BoolArray] | None:
+        """Rows over the options that every plan within a target keeps at most 1, and the options that it may
+        contain; None: there is no plan."""
+        tightened = self._tighten(time, memory)
+        return None if tightened is None else ([*tightened[0], *self._mean_rows(time)], tightened[2])
 
     def possible(self, time: float, memory: float) -> bool:
         """False proves that no plan has every rank within the target."""
         return self._tighten(time, memory) is not None
 
-    def _tighten(
-        self, time: float, memory: float
-    ) -> tuple[_Program, list[FloatArray], float, BoolArray] | None:
+    def _tighten(self, time: float, memory: float) -> tuple[list[FloatArray], float, BoolArray] | None:
         """Raise the common load and drop options in turns; None once the program has no solution."""
         o = self._problem.options
         # A tighter target leaves less choice, so what was proven for a wider one still holds.
@@ -97,12 +102,11 @@ class Relaxed:
                 & (self._own_work + common <= time * (1 + _EPS))
                 & (o.memory <= memory * (1 + _EPS))
             )
-            program = _Program(self._problem, usable)
-            if not program.complete:
+            if not np.logical_or.reduceat(usable, self._problem.first[:-1]).all():
                 return None
             rows = self._rows(time, memory, common, every)
             limits = [*rows, *self._mean_rows(time)]
-            least = program.minimise(limits, waits)
+            least = self._program.minimise(limits, waits, usable)
             if least is None:
                 return None
             if turn == _TURNS - 1 or least[0] * time <= common * 1.003 + 1e-12:
@@ -110,25 +114,12 @@ class Relaxed:
             # Rounded down: the solver's tolerance must not make the bound too sharp.
             common = max(common, least[0] * time * (1 - 1e-6))
             if turn == 0:
-                always = program.minimise(limits, [self._every_time / time])
+                always = self._program.minimise(limits, [self._every_time / time], usable)
                 if always is None:
                     return None
                 every = max(every, always[0] * time * (1 - 1e-6))
         self._proven.append((time, memory, common, every))
-        return program, rows, common, usable
-
-    def memory_bound(self, time: float, upper: float, *, steps: int = 6) -> float:
-        """A largest-rank memory that no plan within `time` can beat; `upper` is one some plan reaches."""
-        low, high = 0.0, upper
-        for _ in range(steps):
-            if high - low <= 1e-3 * high:
-                break
-            middle = (low + high) / 2
-            if self.possible(time, middle):
-                high = middle
-            else:
-                low = middle
-        return low
+        return rows, common, usable
 
     def _mean_rows(self, time: float) -> list[FloatArray]:
         o = self._problem.options
@@ -149,40 +140,38 @@ class Relaxed:
 
 
 class _Program:
-    """Linear programs over the usable options: every table takes them with weights that sum to 1."""
+    """Linear programs over the options: every table takes usable ones with weights that sum to 1.
 
-    def __init__(self, problem: Problem, usable: BoolArray) -> None:
-        self._options = len(usable)
-        self._columns = np.flatnonzero(usable)
-        table = problem.options.table[self._columns]
-        self.complete = len(np.unique(table)) == problem.tables
+    All programs of a problem have the same columns (those not usable are held at 0), so each starts from the
+    basis at which the last of its kind ended.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        o = problem.options
         self._one_each = csc_matrix(
-            (np.ones(len(table)), (table, np.arange(len(table)))), shape=(problem.tables, len(table) + 1)
+            (np.ones(len(o)), (o.table, np.arange(len(o)))), shape=(problem.tables, len(o) + 1)
         )
-        self._tables = problem.tables
+        self._bases: Bases = {}
 
     def minimise(
-        self, rows: list[FloatArray], objective: list[FloatArray]
+        self, rows: list[FloatArray], objective: list[FloatArray], usable: BoolArray
     ) -> tuple[float, FloatArray] | None:
         """Least possible maximum of the `objective` rows, with every one of `rows` at most 1."""
-        matrix = np.zeros((len(rows) + len(objective), len(self._columns) + 1))
-        matrix[:, :-1] = np.array([*rows, *objective])[:, self._columns]
+        matrix = np.zeros((len(rows) + len(objective), len(usable) + 1))
+        matrix[:, :-1] = np.where(usable, np.array([*rows, *objective]), 0.0)
         matrix[len(rows) :, -1] = -1.0
         whole = vstack([csc_matrix(matrix), self._one_each], format="csc")
         slack = np.concatenate([np.full(len(rows), 1 + _EPS), np.zeros(len(objective))])
-        one = np.ones(self._tables)
+        one = np.ones(self._one_each.shape[0])
         values = minimise(
-            np.append(np.zeros(len(self._columns)), 1.0),
+            np.append(np.zeros(len(usable)), 1.0),
             whole,
             np.concatenate([np.full(len(slack), -INFINITY), one]),
             np.concatenate([slack, one]),
-            np.full(whole.shape[1], INFINITY),
+            np.append(np.where(usable, INFINITY, 0.0), INFINITY),
+            bases=self._bases,
         )
-        if values is None:
-            return None
-        weights = np.zeros(self._options)
-        weights[self._columns] = values[:-1]
-        return float(values[-1]), weights
+        return None if values is None else (float(values[-1]), values[:-1])
 
 
 def _dual(k: int, size: FloatArray) -> FloatArray:

@@ -11,7 +11,7 @@ from recsys_tpu.sharding.planner.errors import InfeasibleError, PlanInputError
 from recsys_tpu.sharding.planner.estimate import estimate, table_terms
 from recsys_tpu.sharding.planner.make import make_plan
 from recsys_tpu.sharding.planner.plan import Plan
-from recsys_tpu.sharding.planner.solver import Effort
+from recsys_tpu.sharding.planner.search import Effort
 from recsys_tpu.sharding.planner.tables import ShardingType, Workload
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import highspy
 import numpy as np
@@ -11,6 +12,7 @@ from scipy.sparse import csc_matrix
 from recsys_tpu.sharding.planner.problem import FloatArray
 
 INFINITY: float = highspy.kHighsInf
+Bases = dict[tuple[int, int], Any]
 
 
 class _Quiet(highspy.Highs):
@@ -31,11 +33,13 @@ def minimise(
     *,
     integer: Sequence[bool] | None = None,
     nodes: int = 0,
+    bases: Bases | None = None,
 ) -> FloatArray | None:
     """Columns ≥ 0 of least cost with the rows of `matrix` between their bounds; None: there are none.
 
     Args:
         integer: columns that must be whole; then None also means that `nodes` branches were not enough.
+        bases: where the last basis of a program of each shape is kept, for the next one to start from.
     """
     lp = highspy.HighsLp()
     lp.num_row_, lp.num_col_ = matrix.shape
@@ -49,7 +53,11 @@ def minimise(
         highs.setOptionValue("mip_rel_gap", 0.0)
         highs.setOptionValue("mip_max_nodes", nodes)
     highs.passModel(lp)
+    if bases is not None and matrix.shape in bases:
+        highs.setBasis(bases[matrix.shape])
     highs.run()
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
+    if bases is not None:
+        bases[matrix.shape] = highs.getBasis()
     return np.array(highs.getSolution().col_value)

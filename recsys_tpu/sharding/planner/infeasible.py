@@ -10,7 +10,8 @@ from recsys_tpu.sharding.planner.chips import CHIPS, GIB
 from recsys_tpu.sharding.planner.costs import CostModel
 from recsys_tpu.sharding.planner.errors import PlanInputError
 from recsys_tpu.sharding.planner.options import Candidates, enumerate_options
-from recsys_tpu.sharding.planner.solver import Effort, solve
+from recsys_tpu.sharding.planner.search import Effort
+from recsys_tpu.sharding.planner.solver import solve
 from recsys_tpu.sharding.planner.tables import Workload
 from recsys_tpu.sharding.planner.topology import Topology, compact_shape, slice_shapes, slice_topology
 

@@ -8,10 +8,11 @@ from recsys_tpu.sharding.planner.costs import CostModel
 from recsys_tpu.sharding.planner.errors import InfeasibleError
 from recsys_tpu.sharding.planner.estimate import estimate
 from recsys_tpu.sharding.planner.infeasible import why_infeasible
-from recsys_tpu.sharding.planner.options import Candidates, enumerate_options
+from recsys_tpu.sharding.planner.options import Candidates, Known, enumerate_options
 from recsys_tpu.sharding.planner.plan import Plan, TablePlan, made_for, table_plan
 from recsys_tpu.sharding.planner.problem import GROUP, STRIPS, Placement
-from recsys_tpu.sharding.planner.solver import Effort, Solution, solve
+from recsys_tpu.sharding.planner.search import Effort
+from recsys_tpu.sharding.planner.solver import Solution, solve
 from recsys_tpu.sharding.planner.tables import ShardingType, TableSpec, Workload
 from recsys_tpu.sharding.planner.topology import Topology
 
@@ -30,7 +31,8 @@ def make_plan(
     """
     ordered = replace(workload, tables=tuple(sorted(workload.tables, key=_canonical)))
     groups = topology.likely_row_groups if row_group is None else (topology.row_group(row_group),)
-    candidates = [enumerate_options(CostModel(ordered, topology, group)) for group in groups]
+    known: Known = {}
+    candidates = [enumerate_options(CostModel(ordered, topology, group), known) for group in groups]
     solution = solve([candidate.problem for candidate in candidates], effort)
     if solution is None:
         raise InfeasibleError(why_infeasible(workload, topology, candidates))
@@ -96,6 +98,7 @@ def _summary(plan: Plan, workload: Workload, solution: Solution) -> dict[str, fl
     return {
         "slowest_rank_s": slowest,
         "slowest_over_mean": slowest / float(time.mean()) if slowest else 1.0,
+        "slowest_over_mean_bound": solution.even_bound,
         "time_bound_s": solution.time_bound,
         "gap": solution.time / solution.time_bound - 1 if solution.time_bound else 0.0,
         "hbm_max_bytes": float(memory.max()),

@@ -104,13 +104,21 @@ def unit_columns(table: TableSpec, constraint: TableConstraint, model: CostModel
     return unit if table.dim % unit == 0 else table.dim
 
 
-def enumerate_options(model: CostModel) -> Candidates:
+Known = dict[tuple[int, ShardingType, bytes], ShardCost]
+"""Prices that do not depend on the row group, by table number, sharding type and widths."""
+
+
+def enumerate_options(model: CostModel, known: Known | None = None) -> Candidates:
     """Price every layout of every table.
+
+    Args:
+        known: prices to share between the row groups of one workload on one topology; added to.
 
     Raises:
         PlanInputError: a constraint leaves a table without a layout.
     """
     t, w = model.topology, model.workload
+    known = {} if known is None else known
     layouts: list[Layout] = []
     owner: list[int] = []
     items: dict[str, list[FloatArray]] = {name: [] for name in ("work", "send", "memory")}
@@ -124,7 +132,7 @@ def enumerate_options(model: CostModel) -> Candidates:
         owner += [index] * len(mine)
         for kind in dict.fromkeys(layout.kind for layout in mine):
             widths = np.array([float(layout.width) for layout in mine if layout.kind is kind])
-            cost = heaviest_item(model, table, kind, widths)
+            cost = _price(model, known, index, kind, widths)
             for name, column in items.items():
                 column.append(getattr(cost, name))
         # Pieces as a fraction where the last is narrower: then costs are exact for any mix of widths.
@@ -158,7 +166,7 @@ def enumerate_options(model: CostModel) -> Candidates:
     fixed = model.fixed_memory()
     problem = Problem(
         options=options,
-        strips=_strips(model, unit_of, options),
+        strips=_strips(model, known, unit_of, options),
         tables=len(w.tables),
         ranks=t.ranks,
         group=model.row_group.ranks,
@@ -198,14 +206,25 @@ def heaviest_item(model: CostModel, table: TableSpec, kind: ShardingType, widths
     return replace(cost[0], weights=cost[1].weights, state=cost[1].state)
 
 
-def _strips(model: CostModel, unit_of: tuple[int, ...], options: Options) -> Strips:
+def _price(model: CostModel, known: Known, index: int, kind: ShardingType, widths: FloatArray) -> ShardCost:
+    """`heaviest_item`, looked up where another row group asked before."""
+    table = model.workload.tables[index]
+    if layout_kind(kind) == GROUP:
+        return heaviest_item(model, table, kind, widths)
+    key = (index, kind, widths.tobytes())
+    if key not in known:
+        known[key] = heaviest_item(model, table, kind, widths)
+    return known[key]
+
+
+def _strips(model: CostModel, known: Known, unit_of: tuple[int, ...], options: Options) -> Strips:
     w = model.workload
     units = np.array([table.dim // unit for table, unit in zip(w.tables, unit_of, strict=True)])
     costs = {name: np.zeros((len(units), int(units.max()) + 1)) for name in ("work", "send", "memory")}
     fixed, per_piece = [], []
     for index, (table, unit) in enumerate(zip(w.tables, unit_of, strict=True)):
         widths = unit * np.arange(1.0, units[index] + 1)
-        cost = heaviest_item(model, table, ShardingType.COLUMN_WISE, widths)
+        cost = _price(model, known, index, ShardingType.COLUMN_WISE, widths)
         for name, column in costs.items():
             column[index, 1 : units[index] + 1] = getattr(cost, name)
         one = model.shared(table, ShardingType.COLUMN_WISE, 1.0)

@@ -10,7 +10,7 @@ from recsys_tpu.sharding.planner.chips import CHIPS
 from recsys_tpu.sharding.planner.errors import InfeasibleError, PlanInputError
 from recsys_tpu.sharding.planner.estimate import estimate
 from recsys_tpu.sharding.planner.make import make_plan
-from recsys_tpu.sharding.planner.solver import Effort
+from recsys_tpu.sharding.planner.search import Effort
 from recsys_tpu.sharding.planner.tables import Workload
 from recsys_tpu.sharding.planner.topology import Topology, compact_shape, slice_topology
 

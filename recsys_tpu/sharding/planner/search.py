@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from recsys_tpu.sharding.planner.packing import Packing, Target, choose, place, remove
-from recsys_tpu.sharding.planner.problem import EVERY, GROUP, BoolArray, IntArray, Problem
+from recsys_tpu.sharding.planner.problem import GROUP, NOWHERE, BoolArray, IntArray, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much to search.
+
+    Attributes:
+        starts: packings that local search continues from.
+        steps: steps of local search for each of them.
+        gap: relative distance to the bound at which the search is content.
+        time_slack: distance to the bound that is given away for less HBM on the fullest rank, and for ranks
+            that are equally busy.
+        seed: of the random numbers.
+    """
+
+    starts: int = 3
+    steps: int = 150
+    gap: float = 0.005
+    time_slack: float = 0.048
+    seed: int = 0
 
 
 class LocalSearch:
@@ -84,11 +106,8 @@ class LocalSearch:
 
 def _tables_on(problem: Problem, state: Packing, rank: int) -> IntArray:
     """Tables that lie on a rank; the ones on every rank too, where no other does."""
-    kinds = problem.options.kind[state.choice].tolist()
-    group = rank // problem.group
-    here = []
-    for table, (kind, placement) in enumerate(zip(kinds, state.placements, strict=True)):
-        assert placement is not None
-        if kind != EVERY and (group if kind == GROUP else rank) in placement.places:
-            here.append(table)
-    return np.array(here or range(problem.tables))
+    places = [NOWHERE if placement is None else placement.places for placement in state.placements]
+    owner = np.repeat(np.arange(problem.tables), [len(one) for one in places])
+    at = np.where(problem.options.kind[state.choice] == GROUP, rank // problem.group, rank)
+    here = np.unique(owner[np.concatenate(places) == at[owner]])
+    return here if len(here) else np.arange(problem.tables)

@@ -11,32 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from recsys_tpu.sharding.planner.balance import Balancer
-from recsys_tpu.sharding.planner.bounds import Relaxation, Relaxed, rounded
+from recsys_tpu.sharding.planner.bounds import Relaxed, rounded
 from recsys_tpu.sharding.planner.exact import solve_exactly
-from recsys_tpu.sharding.planner.packing import Packing, Target, pack, packing_of
+from recsys_tpu.sharding.planner.packing import Target, pack, packing_of
 from recsys_tpu.sharding.planner.problem import Assignment, Problem
-from recsys_tpu.sharding.planner.search import LocalSearch
+from recsys_tpu.sharding.planner.relieve import EVEN, memory_bound, more_even, with_less_memory
+from recsys_tpu.sharding.planner.rounding import AIMS, Found, balance_steps, packed
+from recsys_tpu.sharding.planner.search import Effort, LocalSearch
+from recsys_tpu.sharding.planner.whole import evenness_bound
 
+# Beyond that many options a bound on evenness takes too long.
+_MOST_OPTIONS = 1500
 _STRETCH = (1.0, 1.01, 1.03, 1.06, 1.1, 1.16, 1.25, 1.4, 1.7, 2.2, 3.0, 5.0, 10.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How much to search.
-
-    Attributes:
-        starts: packings that local search continues from.
-        steps: steps of local search for each of them.
-        gap: relative distance to the bound at which the search is content.
-        time_slack: slowdown of the slowest rank allowed while the fullest rank is relieved.
-        seed: of the random numbers.
-    """
-
-    starts: int = 3
-    steps: int = 150
-    gap: float = 0.005
-    time_slack: float = 0.045
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +34,9 @@ class Solution:
         assignment: its plan.
         time, memory: slowest rank's seconds, fullest rank's bytes.
         time_bound: no plan of any of the problems is faster.
-        memory_bound: no plan within the time found (plus the slack) has a less full fullest rank.
+        memory_bound: no plan of any of the problems within the time found (plus the slack) has a less full
+            fullest rank.
+        even_bound: no such plan has a lower ratio of slowest to mean rank; 1 where nothing was proven.
     """
 
     problem: int
@@ -57,13 +45,7 @@ class Solution:
     memory: float
     time_bound: float
     memory_bound: float
-
-
-@dataclass(frozen=True)
-class _Found:
-    time: float
-    problem: int
-    packing: Packing
+    even_bound: float
 
 
 def solve(problems: Sequence[Problem], effort: Effort | None = None) -> Solution | None:
@@ -79,7 +61,7 @@ def solve(problems: Sequence[Problem], effort: Effort | None = None) -> Solution
         return None
     exact = [solve_exactly(problem, max(bound, 1e-12)) for problem in problems]
     found = [
-        _Found(packing.slowest(), index, packing)
+        Found(packing.slowest(), index, packing)
         for index, (problem, one) in enumerate(zip(problems, exact, strict=True))
         if one is not None and (packing := packing_of(problem, one))
     ]
@@ -94,7 +76,24 @@ def solve(problems: Sequence[Problem], effort: Effort | None = None) -> Solution
         found.append(_searched(problems, relaxed, start, bound, effort, seed=effort.seed + rank))
     best = min(found, key=lambda one: one.time)
     allowed = max(best.time, min(best.time, bound) * (1 + effort.time_slack))
-    return _with_less_memory(problems[best.problem], relaxed[best.problem], best, allowed, bound, effort)
+    least = memory_bound(relaxed, allowed, float(best.packing.memory.max()))
+    if effort.time_slack:
+        best = with_less_memory(problems, relaxed, best, allowed, least, effort)
+        evened = more_even(problems[best.problem], best.packing, allowed)
+        best = Found(evened.slowest(), best.problem, evened)
+    seconds = best.packing.time()
+    even_bound = 1.0
+    if seconds.max() > EVEN * seconds.mean() and len(problems[0].options) <= _MOST_OPTIONS:
+        even_bound = evenness_bound(problems, relaxed, bound, allowed)
+    return Solution(
+        even_bound=even_bound,
+        problem=best.problem,
+        assignment=best.packing.assignment(),
+        time=best.time,
+        memory=float(best.packing.memory.max()),
+        time_bound=bound,
+        memory_bound=least,
+    )
 
 
 def _time_bound(problems: Sequence[Problem], relaxed: Sequence[Relaxed], steps: int = 14) -> float | None:
@@ -136,111 +135,38 @@ def _any_time(problem: Problem) -> float:
     return float(np.maximum.reduceat(alone, problem.first[:-1]).sum())
 
 
-def _starts(problems: Sequence[Problem], relaxed: Sequence[Relaxed], bound: float) -> list[_Found]:
+def _starts(problems: Sequence[Problem], relaxed: Sequence[Relaxed], bound: float) -> list[Found]:
     """Packings of rounded relaxations at growing targets, best first."""
-    found: list[_Found] = []
+    found: list[Found] = []
     limit = problems[0].memory_limit
     for stretch in _STRETCH:
         time = bound * stretch
         if found and min(one.time for one in found) <= time:
             break
         for index, (problem, one) in enumerate(zip(problems, relaxed, strict=True)):
-            relaxation = one.solve(time, limit)
-            if relaxation is None:
-                continue
-            packing = _packed(problem, relaxation, time, limit)
-            if packing is not None:
-                found.append(_Found(packing.slowest(), index, packing))
+            for aim in AIMS:
+                relaxation = one.solve(time * aim, limit)
+                if relaxation is None:
+                    break
+                packing = packed(problem, relaxation, time, limit)
+                if packing is not None:
+                    found.append(Found(packing.slowest(), index, packing))
     return sorted(found, key=lambda one: one.time)
-
-
-def _packed(problem: Problem, relaxation: Relaxation, time: float, memory_limit: float) -> Packing | None:
-    """Rounded, packed by time alone (where that ends in full ranks: by the scarcer of time and memory)."""
-    choice = rounded(problem, relaxation.weights)
-    for memory in (np.inf, memory_limit):
-        target = Target(time=time, memory=memory, memory_limit=memory_limit)
-        packing = pack(problem, choice, target)
-        if packing is not None:
-            Balancer(problem, packing, target).run(_balance_steps(problem))
-            return packing
-    return None
-
-
-def _balance_steps(problem: Problem) -> int:
-    return 4 * problem.ranks + 200
 
 
 def _searched(
     problems: Sequence[Problem],
     relaxed: Sequence[Relaxed],
-    start: _Found,
+    start: Found,
     bound: float,
     effort: Effort,
     seed: int,
-) -> _Found:
+) -> Found:
     problem = problems[start.problem]
     relaxation = relaxed[start.problem].solve(start.time, problem.memory_limit)
     assert relaxation is not None, "a plan exists at this time"
     target = Target(time=bound, memory_limit=problem.memory_limit)
     search = LocalSearch(problem, relaxation.usable, target, seed=seed)
     packing = search.run(start.packing, effort.steps, 1 + effort.gap)
-    Balancer(problem, packing, target).run(_balance_steps(problem))
-    return _Found(packing.slowest(), start.problem, packing)
-
-
-def _with_less_memory(
-    problem: Problem, relaxed: Relaxed, best: _Found, allowed: float, bound: float, effort: Effort
-) -> Solution:
-    """Among plans within `allowed` seconds, one whose fullest rank is as empty as the search gets it."""
-    packing = best.packing
-    fullest = float(packing.memory.max())
-    proven = relaxed.memory_bound(allowed, fullest)
-    if fullest > 1.02 * proven:
-        packing = _emptier(problem, relaxed, packing, allowed, proven, effort)
-    return Solution(
-        problem=best.problem,
-        assignment=packing.assignment(),
-        time=packing.slowest(),
-        memory=float(packing.memory.max()),
-        time_bound=bound,
-        memory_bound=proven,
-    )
-
-
-def _within(problem: Problem, relaxed: Relaxed, time: float, memory: float, effort: Effort) -> Packing | None:
-    """A packing whose every rank is within `time` seconds and `memory` bytes, if the search finds one."""
-    relaxation = relaxed.solve(time, memory)
-    if relaxation is None:
-        return None
-    target = Target(time=time, memory=memory, memory_limit=problem.memory_limit)
-    packing = pack(problem, rounded(problem, relaxation.weights), target)
-    if packing is None:
-        return None
-    Balancer(problem, packing, target).run(_balance_steps(problem))
-    search = LocalSearch(problem, relaxation.usable, target, seed=effort.seed)
-    packing = search.run(packing, effort.steps, 1.0)
-    Balancer(problem, packing, target).run(_balance_steps(problem))
-    return packing if packing.slowest() <= time * (1 + 1e-9) else None
-
-
-def _emptier(
-    problem: Problem, relaxed: Relaxed, packing: Packing, allowed: float, proven: float, effort: Effort
-) -> Packing:
-    """Plan for less memory from scratch where that works out, then relieve the fullest rank step by step."""
-    fullest = float(packing.memory.max())
-    for share in (0.08, 0.25, 0.5):
-        memory = proven + share * (fullest - proven)
-        relieved = _within(problem, relaxed, allowed, memory, effort)
-        if relieved is not None:
-            packing = relieved
-            break
-    target = Target(
-        time=allowed, memory=max(proven, 1.0), time_limit=allowed, memory_limit=problem.memory_limit
-    )
-    search = LocalSearch(problem, relaxed.usable_at(allowed, problem.memory_limit), target, seed=effort.seed)
-    for _ in range(2):
-        emptier = search.run(packing.copy(), effort.steps // 2, 1.0)
-        Balancer(problem, emptier, target).run(_balance_steps(problem))
-        if emptier.slowest() <= allowed * (1 + 1e-9) and emptier.memory.max() < packing.memory.max():
-            packing = emptier
-    return packing
+    Balancer(problem, packing, target).run(balance_steps(problem))
+    return Found(packing.slowest(), start.problem, packing)

@@ -31,7 +31,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recsys_tpu.sharding.planner.errors import PlanDriftError, PlanInputError
 from recsys_tpu.sharding.planner.make import make_plan
 from recsys_tpu.sharding.planner.plan import Plan, TablePlan
-from recsys_tpu.sharding.planner.solver import Effort
+from recsys_tpu.sharding.planner.search import Effort
 from recsys_tpu.sharding.planner.tables import (
     DEFAULT_TYPES,
     DensePart,

@@ -11,12 +11,15 @@ from typing import cast
 import numpy as np
 from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner, to_sharding_plan
-from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, Topology
+from torchrec.distributed.planner.types import Perf, ShardingOption, Storage
+from torchrec.distributed.planner.types import Topology as TorchRecTopology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from recsys_tpu.sharding.planner.errors import InfeasibleError
 from recsys_tpu.sharding.planner.problem import EVERY, GROUP, STRIPS, Options, Problem, Strips, item_ranks
-from recsys_tpu.sharding.planner.solver import Effort, solve
+from recsys_tpu.sharding.planner.search import Effort
+from recsys_tpu.sharding.planner.solver import solve
+from recsys_tpu.sharding.planner.topology import Topology
 
 _KINDS = {
     ShardingType.DATA_PARALLEL.value: EVERY,
@@ -26,6 +29,27 @@ _KINDS = {
     ShardingType.TABLE_WISE.value: STRIPS,
     ShardingType.COLUMN_WISE.value: STRIPS,
 }
+
+
+def torchrec_topology(topology: Topology) -> TorchRecTopology:
+    """A slice as TorchRec's planner can see it: ranks, hosts, HBM and two levels of links.
+
+    What has no place there is lost: the torus (each rank sends at the speed of all its links), its bisection,
+    row groups other than a host.  TorchRec counts HBM for "cuda" and "mtia" only (for "tpu" as 0), so the
+    device is called "cuda"; its plans then name that device too.
+    """
+    host = topology.row_group(topology.host_ranks)
+    between = topology.dcn_bytes_per_s if topology.slices > 1 else topology.injection_bytes_per_s
+    per_ms = 1e-3
+    return TorchRecTopology(
+        world_size=topology.ranks,
+        compute_device="cuda",
+        hbm_cap=topology.hbm_bytes,
+        local_world_size=topology.host_ranks,
+        hbm_mem_bw=topology.hbm_bytes_per_s * per_ms,
+        intra_host_bw=host.ring_bytes_per_s * per_ms,
+        inter_host_bw=between * per_ms,
+    )
 
 
 class TorchRecCostPlanner(EmbeddingShardingPlanner):
@@ -50,7 +74,7 @@ class TorchRecCostPlanner(EmbeddingShardingPlanner):
 
 
 def choose_options(
-    options: list[ShardingOption], topology: Topology, effort: Effort | None = None
+    options: list[ShardingOption], topology: TorchRecTopology, effort: Effort | None = None
 ) -> list[ShardingOption]:
     """One option per table, with the ranks of its shards set.
 
@@ -98,7 +122,7 @@ def _of_pieces(flat: list[ShardingOption], problem: Problem, index: int, pieces:
     )
 
 
-def _problem(by_table: list[list[ShardingOption]], topology: Topology) -> Problem:
+def _problem(by_table: list[list[ShardingOption]], topology: TorchRecTopology) -> Problem:
     flat = [(table, option) for table, mine in enumerate(by_table) for option in mine]
     group = topology.intra_group_size
     work = np.array([_perf(option).max() for _, option in flat])

@@ -24,7 +24,8 @@ from recsys_tpu.sharding.planner.bounds import Relaxed
 from recsys_tpu.sharding.planner.costs import CostModel
 from recsys_tpu.sharding.planner.options import enumerate_options
 from recsys_tpu.sharding.planner.problem import EVERY, GROUP, Assignment, Placement, Problem, loads
-from recsys_tpu.sharding.planner.solver import Effort, solve
+from recsys_tpu.sharding.planner.search import Effort
+from recsys_tpu.sharding.planner.solver import solve
 from tests.sharding.planner.strategies import small_topology, tables, workload
 
 # Shrinking re-runs the solver for minutes; the first failing case is small enough to read.

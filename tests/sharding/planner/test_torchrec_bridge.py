@@ -55,6 +55,9 @@ def _plan(ranks: int, hosts: int, kind: ShardingType) -> Plan:
                 shards = ((owner, 20), ((owner + 1) % ranks, 12))
             case ShardingType.COLUMN_WISE if table.dim == 16:
                 shards = ((owner, 4), ((owner + 1) % ranks, 12))
+            case ShardingType.TABLE_COLUMN_WISE:
+                first = (index % hosts) * group
+                shards = tuple((first + column, table.dim // group) for column in range(group))
             case ShardingType.GRID_SHARD if hosts > 1:
                 shards = tuple((host * group, table.dim // hosts) for host in reversed(range(hosts)))
             case ShardingType.TABLE_ROW_WISE | ShardingType.GRID_SHARD:
@@ -74,10 +77,17 @@ def _solver_plans(ranks: int, hosts: int) -> list[Plan]:
     work = workload_of(Model(CASE), batch_per_rank=CASE.batch // ranks)
     topology = small_topology(ranks, hosts=hosts)
     group = topology.host_ranks
-    choices = [(), (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE), (ShardingType.ROW_WISE,)]
+    choices = [
+        (),
+        (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE),
+        (ShardingType.ROW_WISE,),
+        (ShardingType.TABLE_COLUMN_WISE,),
+    ]
     return [
         make_plan(
-            replace(work, constraints={t.name: TableConstraint(types=types) for t in work.tables}),
+            replace(
+                work, constraints={t.name: TableConstraint(types=types, min_width=4) for t in work.tables}
+            ),
             topology,
             row_group=group,
             effort=Effort(steps=10),
@@ -104,8 +114,7 @@ def _check(tmp_path: Path, plans: list[Plan], world: int, device: str, ours: boo
             assert not torch.equal(trained, training.initial_tables(case)[name]), "was not trained"
 
 
-# Planned only where asked for; TorchRec itself treats it as column-wise within a node.
-TYPES = [kind for kind in ShardingType if kind is not ShardingType.TABLE_COLUMN_WISE]
+TYPES = list(ShardingType)
 
 
 def test_every_type_and_the_solvers_plans_train_on_two_ranks(tmp_path: Path) -> None:
@@ -131,6 +140,7 @@ def test_the_solvers_plans_train_on_the_emulated_device(tmp_path: Path, world: i
         plans += [
             _plan(world, hosts, ShardingType.GRID_SHARD),
             _plan(world, hosts, ShardingType.TABLE_ROW_WISE),
+            _plan(world, hosts, ShardingType.TABLE_COLUMN_WISE),
         ]
     _check(tmp_path, plans, world, "tpu-emulated", True)
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from torch import device, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.perf_models import NoopPerfModel, NoopStorageModel
-from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.planner.types import PlannerError, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from recsys_tpu.sharding.planner.torchrec_costs import TorchRecCostPlanner, choose_options
+from recsys_tpu.sharding.planner.chips import CHIPS
+from recsys_tpu.sharding.planner.topology import parse_topology
+from recsys_tpu.sharding.planner.torchrec_costs import (
+    TorchRecCostPlanner,
+    choose_options,
+    torchrec_topology,
+)
 
 
 def _model(seed: int, tables: int) -> nn.Module:
@@ -58,3 +66,20 @@ def test_never_worse_than_torchrecs_planner(seed: int, ranks: int) -> None:
     rate = NoopPerfModel(topology).rate
     assert rate(chosen) <= rate(theirs.get_selected_options()) * (1 + 1e-9)
     assert NoopStorageModel(topology).rate(chosen) <= min(d.storage.hbm for d in constrained.devices)
+
+
+def test_a_slice_as_torchrecs_topology() -> None:
+    slice_ = parse_topology("v5p:2x2x2")
+    topology = torchrec_topology(slice_)
+    assert (topology.world_size, topology.local_world_size) == (8, slice_.host_ranks)
+    assert {device.storage.hbm for device in topology.devices} == {slice_.hbm_bytes}
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=256)
+    planner.plan(nn.ModuleDict({"ebc": _model(0, 4)}), [EmbeddingBagCollectionSharder()])
+    assert 0 < NoopStorageModel(topology).rate(planner.get_selected_options()) <= slice_.hbm_bytes
+
+
+def test_torchrecs_planner_is_told_that_a_table_does_not_fit() -> None:
+    slice_ = replace(parse_topology("v5p:2x2x2"), chip=replace(CHIPS["v5p"], hbm_bytes=10**6))
+    planner = EmbeddingShardingPlanner(topology=torchrec_topology(slice_), batch_size=256)
+    with pytest.raises(PlannerError):
+        planner.plan(nn.ModuleDict({"ebc": _model(0, 4)}), [EmbeddingBagCollectionSharder()])

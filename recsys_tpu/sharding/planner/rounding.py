@@ -1,0 +1,40 @@
+"""From a relaxed plan to a packing: one option a table, items placed, columns balanced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recsys_tpu.sharding.planner.balance import Balancer
+from recsys_tpu.sharding.planner.bounds import Relaxation, rounded
+from recsys_tpu.sharding.planner.packing import Packing, Target, pack
+from recsys_tpu.sharding.planner.problem import Problem
+
+# A relaxed plan that aims a little below the target leaves the packing room for what does not divide.
+AIMS = (1.0, 0.97, 0.94)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A packing of the problem of that index, and its slowest rank's seconds."""
+
+    time: float
+    problem: int
+    packing: Packing
+
+
+def packed(problem: Problem, relaxation: Relaxation, time: float, memory_limit: float) -> Packing | None:
+    """Rounded, packed by time alone (where that ends in full ranks: by the scarcer of time and memory)."""
+    choice = rounded(problem, relaxation.weights)
+    for memory in (np.inf, memory_limit):
+        target = Target(time=time, memory=memory, memory_limit=memory_limit)
+        packing = pack(problem, choice, target)
+        if packing is not None:
+            Balancer(problem, packing, target).run(balance_steps(problem))
+            return packing
+    return None
+
+
+def balance_steps(problem: Problem) -> int:
+    return 4 * problem.ranks + 200
