@@ -201,9 +201,9 @@ def heaviest_item(model: CostModel, table: TableSpec, kind: ShardingType, widths
             rows=np.full_like(widths, float(rows[block])),
             width=widths,
         )
-        for block in (hottest, 0)
+        for block in sorted({hottest, 0}, reverse=True)
     ]
-    return replace(cost[0], weights=cost[1].weights, state=cost[1].state)
+    return replace(cost[0], weights=cost[-1].weights, state=cost[-1].state)
 
 
 def _price(model: CostModel, known: Known, index: int, kind: ShardingType, widths: FloatArray) -> ShardCost:

@@ -10,27 +10,29 @@ from recsys_tpu.sharding.planner.balance import Balancer
 from recsys_tpu.sharding.planner.bounds import Relaxed, rounded
 from recsys_tpu.sharding.planner.packing import Packing, Target, choose, pack, place, remove
 from recsys_tpu.sharding.planner.problem import EVERY, Problem
-from recsys_tpu.sharding.planner.rounding import AIMS, Found, balance_steps
+from recsys_tpu.sharding.planner.rounding import Found, aims, balance_steps, small
 from recsys_tpu.sharding.planner.search import Effort, LocalSearch
 
 EVEN = 1.10
 """Slowest over mean time at which a plan counts as even."""
-# Options of all tables that one call looks at, over the relaxed plans that it tries: bounds the time.
-_WORK = 60_000
+_MOST_TRIALS = 6000
 
 
 def memory_bound(relaxed: Sequence[Relaxed], time: float, upper: float, *, steps: int = 9) -> float:
     """A fullest rank's memory that no plan of any problem within `time` can beat; some plan has `upper`."""
-    low, high, active = 0.0, upper, list(relaxed)
+    low, high = 0.0, upper
+    active, impossible = list(relaxed), []
     for _ in range(steps):
         if high - low <= 2e-3 * high:
             break
         middle = (low + high) / 2
-        possible = [one for one in active if one.possible(time, middle)]
-        if possible:
-            high, active = middle, possible
+        # A problem impossible with that much memory is so with less, so it is never asked again.
+        while active and not active[0].possible(time, middle):
+            impossible.append(active.pop(0))
+        if active:
+            high, impossible = middle, []
         else:
-            low = middle
+            low, active, impossible = middle, impossible, []
     return low
 
 
@@ -51,9 +53,10 @@ def with_less_memory(
     fullest = float(best.packing.memory.max())
     if fullest <= 1.03 * least:
         return best
-    rungs = _rungs(problems)
-    for memory in np.geomspace(max(1.02 * least, 1e-3 * fullest), fullest, rungs, endpoint=False):
-        found = _within(problems, relaxed, time, float(memory), effort)
+    indices = range(len(problems)) if small(problems[0]) else [best.problem]
+    rungs = 14 if small(problems[0]) else 5
+    for memory in np.geomspace(max(1.05 * least, 1e-3 * fullest), fullest, rungs, endpoint=False):
+        found = _within(problems, relaxed, indices, time, float(memory), effort)
         if found is not None and found.packing.memory.max() < fullest:
             best = found
             break
@@ -70,19 +73,20 @@ def with_less_memory(
     return Found(packing.slowest(), best.problem, packing)
 
 
-def _rungs(problems: Sequence[Problem]) -> int:
-    options = sum(len(problem.options) for problem in problems)
-    return int(np.clip(_WORK // (len(AIMS) * options), 3, 14))
-
-
 def _within(
-    problems: Sequence[Problem], relaxed: Sequence[Relaxed], time: float, memory: float, effort: Effort
+    problems: Sequence[Problem],
+    relaxed: Sequence[Relaxed],
+    indices: Sequence[int],
+    time: float,
+    memory: float,
+    effort: Effort,
 ) -> Found | None:
     """A plan whose every rank is within `time` seconds, and about within `memory` bytes; None: not found."""
     nearest: tuple[float, int, Packing] | None = None
-    for index, (problem, one) in enumerate(zip(problems, relaxed, strict=True)):
+    for index in indices:
+        problem, one = problems[index], relaxed[index]
         target = Target(time=time, memory=memory, memory_limit=problem.memory_limit)
-        for aim in AIMS:
+        for aim in aims(problem):
             relaxation = one.solve(time * aim, memory)
             if relaxation is None:
                 break
@@ -136,7 +140,7 @@ def _spread(problem: Problem, packing: Packing, target: Target, ratio: float) ->
             continue
         mine = problem.of_table(table)
         used += mine.stop - mine.start
-        if used > _WORK // 10:
+        if used > _MOST_TRIALS:
             break
         bare = packing.copy()
         remove(problem, bare, table)

@@ -11,8 +11,18 @@ from recsys_tpu.sharding.planner.bounds import Relaxation, rounded
 from recsys_tpu.sharding.planner.packing import Packing, Target, pack
 from recsys_tpu.sharding.planner.problem import Problem
 
-# A relaxed plan that aims a little below the target leaves the packing room for what does not divide.
-AIMS = (1.0, 0.97, 0.94)
+_SMALL = 2000
+"""Options of a problem up to which every way is tried."""
+
+
+def small(problem: Problem) -> bool:
+    """Whether programs of this problem take milliseconds."""
+    return len(problem.options) <= _SMALL
+
+
+def aims(problem: Problem) -> tuple[float, ...]:
+    """Shares of a target to aim relaxed plans at: below 1, the packing has room for what does not divide."""
+    return (1.0, 0.97, 0.94) if small(problem) else (1.0, 0.97)
 
 
 @dataclass(frozen=True)

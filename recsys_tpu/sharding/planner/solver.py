@@ -16,12 +16,10 @@ from recsys_tpu.sharding.planner.exact import solve_exactly
 from recsys_tpu.sharding.planner.packing import Target, pack, packing_of
 from recsys_tpu.sharding.planner.problem import Assignment, Problem
 from recsys_tpu.sharding.planner.relieve import EVEN, memory_bound, more_even, with_less_memory
-from recsys_tpu.sharding.planner.rounding import AIMS, Found, balance_steps, packed
+from recsys_tpu.sharding.planner.rounding import Found, aims, balance_steps, packed, small
 from recsys_tpu.sharding.planner.search import Effort, LocalSearch
 from recsys_tpu.sharding.planner.whole import evenness_bound
 
-# Beyond that many options a bound on evenness takes too long.
-_MOST_OPTIONS = 1500
 _STRETCH = (1.0, 1.01, 1.03, 1.06, 1.1, 1.16, 1.25, 1.4, 1.7, 2.2, 3.0, 5.0, 10.0)
 
 
@@ -83,7 +81,7 @@ def solve(problems: Sequence[Problem], effort: Effort | None = None) -> Solution
         best = Found(evened.slowest(), best.problem, evened)
     seconds = best.packing.time()
     even_bound = 1.0
-    if seconds.max() > EVEN * seconds.mean() and len(problems[0].options) <= _MOST_OPTIONS:
+    if seconds.max() > EVEN * seconds.mean() and small(problems[0]):
         even_bound = evenness_bound(problems, relaxed, bound, allowed)
     return Solution(
         even_bound=even_bound,
@@ -144,7 +142,7 @@ def _starts(problems: Sequence[Problem], relaxed: Sequence[Relaxed], bound: floa
         if found and min(one.time for one in found) <= time:
             break
         for index, (problem, one) in enumerate(zip(problems, relaxed, strict=True)):
-            for aim in AIMS:
+            for aim in aims(problem):
                 relaxation = one.solve(time * aim, limit)
                 if relaxation is None:
                     break
