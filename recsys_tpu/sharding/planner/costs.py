@@ -19,6 +19,8 @@ Bisection  each slice sends a quarter of its own traffic across its middle, each
 Ring collectives (dense row-wise partial sums, dense gradients): (m−1)/m of the bytes once per pass over the
     links of the ring; between slices 1/(ranks of a slice) of that over DCN.  They count as `work`.
 Sequence embeddings (not pooled) have no partial sums: row splits exchange one vector per id, all-to-all.
+Deduplicated tables likewise, with each rank's distinct ids in place of its ids; summing bags at home is not
+    counted, nor is their difference in host preparation.
 
 Memory of a shard: weights, optimizer state, and buffers: two batches of ids in flight, 12 bytes each with
 a quarter of padding, and the vectors and their gradients, 2·V·4w.
@@ -98,13 +100,13 @@ class CostModel:
             return self._replica(table, np.broadcast_shapes(rows.shape, width.shape))
         t = self.topology
         share = table.id_share(first_row, first_row + rows)
-        ids = self.samples * table.ids_per_sample * share
+        ids = self._sent_ids(table) * share
         distinct = table.distinct_ids(ids, rows)
         ways = self.row_ways(kind)
-        vectors = self._vectors(table, kind, share)
+        vectors = self._vectors(table, share)
         row, grad, state = self._row_bytes(table, width)
         wire = vectors * width * self.workload.exchange_bytes
-        partial_sums = ways > 1 and table.pooled
+        partial_sums = ways > 1 and table.summed_by_owner
         ring = self._ring_seconds(wire, kind) if partial_sums else np.zeros_like(wire)
         # After the reduce-scatter over the ways, a rank holds 1/ways of the sums to send on.
         outgoing = wire / ways if partial_sums else wire
@@ -124,9 +126,10 @@ class CostModel:
         if kind is ShardingType.DATA_PARALLEL:
             return SharedCost(receive=0.0, bisection=0.0)
         w, t = self.workload, self.topology
-        vectors = self.samples * table.vectors_per_sample
+        ids = self._sent_ids(table)
+        vectors = self.samples * table.vectors_per_sample if table.summed_by_owner else ids
         total = self._exchanges(table, kind) * vectors * table.dim * w.exchange_bytes
-        total += ID_BYTES * self.samples * table.ids_per_sample * column_shards
+        total += ID_BYTES * ids * column_shards
         within_slice = total / t.slices**2
         return SharedCost(
             receive=float(self._exchange_seconds(np.asarray(total / t.ranks))),
@@ -151,7 +154,11 @@ class CostModel:
     def fixed_memory(self) -> dict[str, float]:
         """Bytes of every rank whatever the plan, by term."""
         w = self.workload
-        received = w.batch_per_rank * sum(table.vectors_per_sample * table.dim for table in w.tables)
+        received = sum(
+            table.dim * w.batch_per_rank * table.vectors_per_sample
+            + (table.dim * self._sent_ids(table) / self.topology.ranks if table.deduplicated else 0.0)
+            for table in w.tables
+        )
         activations = w.batch_per_rank * w.dense.activation_bytes_per_sample
         return {
             "dense parameters": float(w.dense.parameters * w.dense.state_bytes_per_parameter),
@@ -182,15 +189,23 @@ class CostModel:
             buffers=full * (gradient + BUFFER_BYTES_PER_ID * ids),
         )
 
-    def _vectors(self, table: TableSpec, kind: ShardingType, share: FloatArray) -> FloatArray:
+    def _sent_ids(self, table: TableSpec) -> float:
+        """Ids that all ranks send to the owners of a table: all, or of each rank those that differ."""
+        if not table.deduplicated:
+            return self.samples * table.ids_per_sample
+        of_a_rank = np.asarray(self.workload.batch_per_rank * table.ids_per_sample)
+        return self.topology.ranks * float(table.distinct_ids(of_a_rank, np.asarray(float(table.rows))))
+
+    def _vectors(self, table: TableSpec, share: FloatArray) -> FloatArray:
         """Vectors that a shard sends back in a step: of row-split bags, one partial sum on every owner."""
-        vectors = np.full_like(share, self.samples * table.vectors_per_sample)
-        return vectors if table.pooled or self.row_ways(kind) == 1 else vectors * share
+        if table.summed_by_owner:
+            return np.full_like(share, self.samples * table.vectors_per_sample)
+        return self._sent_ids(table) * share
 
     @staticmethod
     def _exchanges(table: TableSpec, kind: ShardingType) -> int:
         """Times that the vectors cross the slice all-to-all: out, and their gradients back."""
-        return 0 if kind is ShardingType.ROW_WISE and table.pooled else 2
+        return 0 if kind is ShardingType.ROW_WISE and table.summed_by_owner else 2
 
     def _row_bytes(self, table: TableSpec, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         """HBM bytes of one access to a row, to a bag's gradient, to a row's optimizer state."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from recsys_tpu.data.metadata import DatasetMetadata
+from recsys_tpu.data.synthetic import SyntheticLog
+from recsys_tpu.models.settings import DCNv2Config, DeepFMConfig, DLRMConfig, DLRMDCNv2Config
 from recsys_tpu.sharding.planner.errors import PlanInputError
 from recsys_tpu.sharding.planner.tables import (
+    DensePart,
     IdStatistics,
     ShardingType,
     TableConstraint,
@@ -49,17 +53,33 @@ class PlanInputs(_Section):
     pooling_factors: dict[str, float] = {}
     statistics: Path | None = None
     dense_features: int = Field(13, gt=0)
-    cross_layers: int = Field(0, ge=0)
-    cross_rank: int = Field(0, ge=0)
     host_cores: int = Field(96, gt=0)
     constraints: dict[str, ConstraintInputs] = {}
 
 
-class _Model(BaseModel):
-    embedding_dim: int = Field(16, gt=0)
-    num_embeddings: dict[str, int]
-    bottom_mlp: list[int] = [128, 64]
-    over_mlp: list[int] = [256, 128]
+AnyModel = DLRMConfig | DLRMDCNv2Config | DeepFMConfig | DCNv2Config
+_Model = Annotated[
+    Annotated[DLRMConfig, Tag("dlrm")]
+    | Annotated[DLRMDCNv2Config, Tag("dlrm_dcnv2")]
+    | Annotated[DeepFMConfig, Tag("deepfm")]
+    | Annotated[DCNv2Config, Tag("dcnv2")],
+    Discriminator(lambda given: given.get("kind", "dlrm") if isinstance(given, dict) else given.kind),
+]
+
+
+class _MultiHot(BaseModel):
+    sizes: dict[str, float] = {}
+
+
+class _Data(BaseModel):
+    kind: str = "synthetic"
+    path: Path | None = None
+    synthetic: dict[str, Any] = {}
+    multi_hot: _MultiHot | None = None
+
+
+class _Sharding(BaseModel):
+    deduplicate: bool | list[str] = False
 
 
 class _Sparse(BaseModel):
@@ -76,6 +96,8 @@ class _Train(BaseModel):
 
 class _Inputs(BaseModel):
     model: _Model
+    data: _Data = _Data()
+    sharding: _Sharding = _Sharding()
     optimizer: _Optimizer = _Optimizer()
     train: _Train = _Train()
     plan: PlanInputs = PlanInputs()
@@ -103,36 +125,32 @@ def read_workload(
                 f"{path}: train.batch_size={inputs.train.batch_size} does not divide over {ranks} ranks; "
                 "set plan.batch_per_rank or --batch-per-rank"
             )
-    unknown = sorted(set(plan.pooling_factors) - set(model.num_embeddings))
+    rows = _table_rows(path, inputs)
+    multi_hot = inputs.data.multi_hot.sizes if inputs.data.multi_hot else {}
+    unknown = sorted(set(plan.pooling_factors) - set(rows))
     if unknown:
         raise PlanInputError(f"{path}: plan.pooling_factors of unknown features: {', '.join(unknown)}")
     stats_file = statistics or plan.statistics
     measured = read_statistics(stats_file) if stats_file else {}
-    factors = {name: measured[name][0] for name in measured} | plan.pooling_factors
+    factors = {name: measured[name][0] for name in measured} | multi_hot | plan.pooling_factors
+    dedup = inputs.sharding.deduplicate
     tables = tuple(
         TableSpec(
             name=f"t_{feature}",
-            rows=rows,
+            rows=count,
             dim=model.embedding_dim,
             pooling_factors=(factors.get(feature, 1.0),),
             feature_names=(feature,),
             optimizer=inputs.optimizer.sparse.kind,
             statistics=measured[feature][1] if feature in measured else None,
+            deduplicated=dedup if isinstance(dedup, bool) else f"t_{feature}" in dedup,
         )
-        for feature, rows in model.num_embeddings.items()
+        for feature, count in rows.items()
     )
     return Workload(
         tables=tables,
         batch_per_rank=batch,
-        dense=dlrm_dense_part(
-            embedding_dim=model.embedding_dim,
-            dense_features=plan.dense_features,
-            sparse_features=len(tables),
-            bottom_mlp=[*model.bottom_mlp, model.embedding_dim],
-            over_mlp=[*model.over_mlp, 1],
-            cross_layers=plan.cross_layers,
-            cross_rank=plan.cross_rank,
-        ),
+        dense=_dense_part(model, len(tables), plan.dense_features),
         host_cores=plan.host_cores,
         constraints={
             name: TableConstraint(
@@ -171,6 +189,47 @@ def read_statistics(path: Path) -> dict[str, tuple[float, IdStatistics]]:
         ) from None
 
 
+def _dense_part(model: AnyModel, sparse_features: int, dense_features: int) -> DensePart:
+    """What every rank replicates; DeepFM and DCN-V2 as if their dense features were one vector."""
+    dim = model.embedding_dim
+    flat = (sparse_features + 1) * dim
+    match model:
+        case DLRMConfig() | DLRMDCNv2Config():
+            bottom, over = [*model.bottom_mlp, dim], [*model.over_mlp, 1]
+        case DeepFMConfig() | DCNv2Config():
+            bottom, over = [dim], [*model.mlp, 1]
+    layers = rank = 0
+    if isinstance(model, DLRMDCNv2Config | DCNv2Config):
+        # A full matrix has as many weights as two factors of half its width.
+        layers, rank = model.cross_layers, model.cross_rank or flat // 2
+    return dlrm_dense_part(
+        embedding_dim=dim,
+        dense_features=dense_features,
+        sparse_features=sparse_features,
+        bottom_mlp=bottom,
+        over_mlp=over,
+        cross_layers=layers,
+        cross_rank=rank,
+        dot_products=not isinstance(model, DeepFMConfig),
+    )
+
+
+def _table_rows(path: Path, inputs: _Inputs) -> Mapping[str, int]:
+    """Rows of each table by feature: of the config, of the data's metadata, or of the generator."""
+    data = inputs.data
+    if inputs.model.num_embeddings is not None:
+        return inputs.model.num_embeddings
+    if data.kind == "parquet" and data.path is not None:
+        return DatasetMetadata.load(data.path).num_embeddings
+    if data.kind == "synthetic":
+        log = SyntheticLog.model_validate(data.synthetic)
+        return dict(zip(log.sparse_features, log.num_embeddings, strict=True))
+    raise PlanInputError(
+        f"{path}: data.kind={data.kind} does not say the rows of each table without its data (the planner "
+        "needs model.num_embeddings: rows by feature)"
+    )
+
+
 def _read(path: Path) -> _Inputs:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -180,9 +239,4 @@ def _read(path: Path) -> _Inputs:
         return _Inputs.model_validate(tree)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        hint = (
-            " (the planner needs model.num_embeddings: rows by feature)"
-            if "num_embeddings" in str(error)
-            else ""
-        )
-        raise PlanInputError(f"{path}: " + "; ".join(problems) + hint) from None
+        raise PlanInputError(f"{path}: " + "; ".join(problems)) from None

@@ -66,6 +66,8 @@ class TableSpec:
         weight_bytes: bytes of one weight element.
         optimizer: fused optimizer: sgd, rowwise_adagrad, adagrad or adam.
         pooled: whether a bag gives one vector (else one vector per id: a sequence embedding).
+        deduplicated: whether the exchange carries each rank's distinct ids and their rows, and bags are
+            summed at home (`sharding.deduplicate`), instead of bags that the owners sum.
         statistics: measured ids; None assumes that all rows are equally likely.
         module: path of the collection inside the model, for TorchRec's plan.
     """
@@ -78,6 +80,7 @@ class TableSpec:
     weight_bytes: int = 4
     optimizer: str = "rowwise_adagrad"
     pooled: bool = True
+    deduplicated: bool = False
     statistics: IdStatistics | None = None
     module: str = ""
 
@@ -98,6 +101,11 @@ class TableSpec:
     @property
     def ids_per_sample(self) -> float:
         return sum(self.pooling_factors)
+
+    @property
+    def summed_by_owner(self) -> bool:
+        """Whether owners send sums over bags."""
+        return self.pooled and not self.deduplicated
 
     @property
     def vectors_per_sample(self) -> float:
@@ -232,8 +240,11 @@ def dlrm_dense_part(
     over_mlp: Sequence[int],
     cross_layers: int = 0,
     cross_rank: int = 0,
+    dot_products: bool = True,
 ) -> DensePart:
     """Dense part of DLRM (dot interaction) or, with `cross_layers`, DLRM-DCNv2 (low-rank cross network).
+
+    Without either (`dot_products=False`) the over MLP reads all vectors as they are.
 
     Matrix multiplications only: 2 FLOP a weight and sample forward, twice that backward.
     """
@@ -248,6 +259,8 @@ def dlrm_dense_part(
         biases += cross_layers * flat
         over_input = flat
         cross_activations = cross_layers * (flat + cross_rank)
+    elif not dot_products:
+        over_input, cross_activations = flat, 0
     else:
         over_input = bottom[-1] + vectors * (vectors - 1) // 2
         extra_flops = 2.0 * vectors * vectors * embedding_dim

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -54,10 +54,12 @@ def workload_of(
     pooling_factors: Mapping[str, float] | None = None,
     statistics: Mapping[str, IdStatistics] | None = None,
     constraints: Mapping[str, TableConstraint] | None = None,
+    deduplicate: bool | Collection[str] = False,
 ) -> Workload:
     """All tables of the embedding collections inside `module`, and its dense parameters.
 
     Args:
+        deduplicate: tables whose distinct ids are exchanged, as the sharder's argument: all, or these.
         pooling_factors: mean ids per sample by feature; 1 where a feature is missing.
         statistics: measured ids by table.
 
@@ -74,6 +76,7 @@ def workload_of(
             weight_bytes=DATA_TYPE_NUM_BITS[config.data_type] // 8,
             optimizer=optimizer,
             pooled=isinstance(collection, EmbeddingBagCollection),
+            deduplicated=deduplicate if isinstance(deduplicate, bool) else config.name in deduplicate,
             statistics=(statistics or {}).get(config.name),
             module=path,
         )
@@ -191,6 +194,7 @@ class TpuEmbeddingShardingPlanner(ShardingPlanner):
         optimizer, statistics: as in `workload_of`.
         row_group: ranks that share rows; None: LOCAL_WORLD_SIZE if set, else the best.
         device_type: where tables live: cpu or tpu.
+        deduplicate: as the sharder's argument: tables whose distinct ids are exchanged.
     """
 
     def __init__(
@@ -203,6 +207,7 @@ class TpuEmbeddingShardingPlanner(ShardingPlanner):
         statistics: Mapping[str, IdStatistics] | None = None,
         row_group: int | None = None,
         device_type: str = "cpu",
+        deduplicate: bool | Collection[str] = False,
         effort: Effort | None = None,
     ) -> None:
         self._topology = parse_topology(topology) if isinstance(topology, str) else topology
@@ -213,6 +218,7 @@ class TpuEmbeddingShardingPlanner(ShardingPlanner):
         local = os.environ.get("LOCAL_WORLD_SIZE")
         self._row_group = row_group if row_group is not None or local is None else int(local)
         self._device_type = device_type
+        self._deduplicate = deduplicate
         self._effort = effort
 
     def make(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> Plan:
@@ -232,6 +238,7 @@ class TpuEmbeddingShardingPlanner(ShardingPlanner):
             optimizer=self._optimizer,
             pooling_factors=factors,
             statistics=self._statistics,
+            deduplicate=self._deduplicate,
             constraints={table.name: self._constraint(table, module, sharders) for table in specs},
         )
         return make_plan(workload, self._topology, row_group=self._row_group, effort=self._effort)

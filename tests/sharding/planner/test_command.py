@@ -27,6 +27,8 @@ from recsys_tpu.sharding.planner import (
     make_plan,
     parse_topology,
 )
+from recsys_tpu.sharding.planner.costs import CostModel
+from recsys_tpu.sharding.planner.inputs import read_workload
 from recsys_tpu.sharding.planner.scale import parse_chips, sizes
 from tests.sharding.planner.strategies import small_topology
 
@@ -250,3 +252,49 @@ def test_the_page_draws_the_plan_in_a_browser(config, capsys, tmp_path):
     for text in ("v6e:2x4", "Slowest ranks", "t_C1", "samples/s"):
         assert text in dom
     assert dom.count("<tr") > len(CONFIG["model"]["num_embeddings"]) + 8
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "dlrm_dcnv2", "deepfm", "dcnv2"])
+def test_a_training_config_is_planned_as_it_is(tmp_path, capsys, kind):
+    """Table sizes of the generator, multi-hot sizes as pooling factors, every kind of click model."""
+    from recsys_tpu.config import dump_config, load_config
+
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump({"model": {"kind": kind}, "data": {"kind": "synthetic"}}))
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_config(load_config(path, [])), encoding="utf-8")
+    for one in (path, resolved):
+        workload = read_workload(one, 4)
+        assert len(workload.tables) == 26
+        assert workload.tables[0].rows == 1000
+        assert workload.dense.parameters > 26 * 16
+
+
+def test_multi_hot_sizes_are_pooling_factors(config):
+    config.write_text(yaml.safe_dump({**CONFIG, "plan": {}, "data": {"multi_hot": {"sizes": {"C3": 7}}}}))
+    factors = {t.name: t.pooling_factors for t in read_workload(config, 8).tables}
+    assert factors["t_C3"] == (7,) and factors["t_C1"] == (1.0,)
+
+
+def test_sizes_that_only_the_data_has_are_asked_for(config):
+    config.write_text(yaml.safe_dump({"data": {"kind": "criteo_sample"}, "model": {}}))
+    with pytest.raises(PlanInputError, match=r"needs model\.num_embeddings"):
+        read_workload(config, 8)
+
+
+def test_deduplicated_tables_exchange_distinct_rows():
+    """4 ids drawn from one row: a rank sends one id and gets one row, not 4 and one bag of 4."""
+    spec = TableSpec(name="a", rows=1, dim=16, pooling_factors=(4.0,))
+    topology = small_topology(4)
+
+    def shared(table: TableSpec) -> float:
+        work = Workload(tables=(table,), batch_per_rank=8)
+        return (
+            CostModel(work, topology, topology.row_groups[0])
+            .shared(table, ShardingType.TABLE_WISE, 1.0)
+            .receive
+        )
+
+    plain, distinct = shared(spec), shared(replace(spec, deduplicated=True))
+    # plain: 8 bags of 2 x 16 floats and 32 ids of 8 bytes a rank; distinct: one row there and back, one id
+    assert plain / distinct == pytest.approx((8 * 128 + 32 * 8) / (128 + 8))
