@@ -5,6 +5,7 @@ Sources:
     [torch]  torch_tpu 0.2.0, `torch_tpu._internal.utils.hardware`.
     [cloud]  docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e}: the table of key specifications.
     [paper]  TPU v4, arXiv:2304.01433.
+    [compiled]  peak HBM of `python -m recsys_tpu.aot --config configs/dlrm.yaml`, see docs/planner.md.
     [public spec]  published by Google, quoted from memory: check before relying on it.
     [assumed]  no source; a value of a sibling chip.
 """
@@ -35,6 +36,7 @@ class Chip:
         dcn_bytes_per_s: data-centre network, per chip, one direction.
         host_chips: chips of one host (VM) in a slice of several hosts.
         max_chips: largest single slice.
+        working_set: activations and temporaries of a compiled step over those on v5p.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Chip:
     dcn_bytes_per_s: float
     host_chips: int
     max_chips: int
+    working_set: float = 1.0
 
 
 CHIPS: dict[str, Chip] = {
@@ -84,6 +87,7 @@ CHIPS: dict[str, Chip] = {
             dcn_bytes_per_s=3.125 * GB,  # [cloud] 6.4 Tbit/s a pod of 256
             host_chips=4,
             max_chips=256,
+            working_set=3.9,  # [compiled] TensorCore kernels and XLA's scatters
         ),
         Chip(
             name="v5p",
@@ -114,6 +118,7 @@ CHIPS: dict[str, Chip] = {
             dcn_bytes_per_s=12.5 * GB,  # [public spec]
             host_chips=4,
             max_chips=256,
+            working_set=1.2,  # [compiled]
         ),
         Chip(
             name="tpu7x",
@@ -129,6 +134,7 @@ CHIPS: dict[str, Chip] = {
             dcn_bytes_per_s=12.5 * GB,  # [public spec]
             host_chips=4,
             max_chips=9216,  # [cloud] pod size
+            working_set=0.88,  # [compiled]
         ),
     )
 }

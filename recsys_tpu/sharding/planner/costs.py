@@ -24,6 +24,10 @@ Deduplicated tables likewise, with each rank's distinct ids in place of its ids;
 
 Memory of a shard: weights, optimizer state, and buffers: two batches of ids in flight, 12 bytes each with
 a quarter of padding, and the vectors and their gradients, 2·V·4w.
+Memory of every rank: dense parameters with gradients and optimizer state; the vectors that it receives and
+    their gradients, 2·4·B·dim; activations and temporaries,
+    B·(1.10·layers + 1.39·padding)·(working set of the chip), where layers are the towers' outputs in whole
+    lines of 128 floats and padding is what tiles of 8 x 128 floats add to a sample's [features, dim].
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ from recsys_tpu.sharding.planner.topology import RowGroup, Topology
 
 ID_BYTES = 8  # an id and the bag it belongs to, int32 each
 BUFFER_BYTES_PER_ID = 2 * 1.25 * 12
+# Fitted to the peak HBM of two steps that libtpu compiled for v5p (docs/planner.md has both and the checks).
+_LAYERS, _PADDING = 1.10, 1.39
 
 _ROW_SPLIT = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
 
@@ -159,13 +165,11 @@ class CostModel:
             + (table.dim * self._sent_ids(table) / self.topology.ranks if table.deduplicated else 0.0)
             for table in w.tables
         )
-        activations = w.batch_per_rank * w.dense.activation_bytes_per_sample
+        working = _LAYERS * w.dense.activation_bytes_per_sample + _PADDING * w.dense.padding_bytes_per_sample
         return {
             "dense parameters": float(w.dense.parameters * w.dense.state_bytes_per_parameter),
-            "activations": activations,
             "received embeddings": 2.0 * 4.0 * received,
-            # The compiler keeps gradients of activations while it goes back through the towers.
-            "temporaries": activations,
+            "activations and temporaries": w.batch_per_rank * working * self.topology.chip.working_set,
         }
 
     def _replica(self, table: TableSpec, shape: tuple[int, ...]) -> ShardCost:

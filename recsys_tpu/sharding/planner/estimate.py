@@ -120,17 +120,20 @@ def estimate(plan: Plan, workload: Workload) -> Estimate:
 def table_terms(model: CostModel, plan: Plan, spec: TableSpec, table: TablePlan) -> dict[str, FloatArray]:
     """Every cost term of one table on every rank."""
     ranks = plan.topology.ranks
-    shards = list(table.shards(ranks, plan.row_group))
+    if table.kind is ShardingType.DATA_PARALLEL:
+        at, first, rows = np.arange(ranks), np.zeros(1), np.full(1, float(table.rows))
+        columns = np.full(1, float(table.dim))
+    else:
+        at, first, rows, columns = table.shard_arrays(ranks, plan.row_group)
     cost = model.shard(
         spec,
         table.kind,
-        first_row=np.array([float(shard.first_row) for shard in shards]),
-        rows=np.array([float(shard.rows) for shard in shards]),
-        width=np.array([float(shard.columns) for shard in shards]),
+        first_row=first.astype(np.float64),
+        rows=rows.astype(np.float64),
+        width=columns.astype(np.float64),
     )
-    at = np.array([shard.rank for shard in shards])
     return {
-        name: np.bincount(at, getattr(cost, name), ranks).astype(np.float64)
+        name: np.bincount(at, np.broadcast_to(getattr(cost, name), at.shape), ranks)
         for name in (*TIME_TERMS, *MEMORY_TERMS)
     }
 

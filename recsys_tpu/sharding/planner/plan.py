@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from recsys_tpu.sharding.planner.errors import PlanDriftError, PlanInputError
 from recsys_tpu.sharding.planner.options import row_blocks
+from recsys_tpu.sharding.planner.problem import IntArray
 from recsys_tpu.sharding.planner.tables import ShardingType, TableSpec, Workload
 from recsys_tpu.sharding.planner.topology import Topology
 
@@ -51,15 +53,22 @@ class TablePlan:
         if self.kind is ShardingType.DATA_PARALLEL:
             yield from (Shard(rank, 0, self.rows, 0, self.dim) for rank in range(ranks))
             return
+        at, first, rows, columns = self.shard_arrays(ranks, row_group)
+        ways = len(at) // len(self.column_shards)
+        left = np.repeat(np.cumsum([0, *(width for _, width in self.column_shards[:-1])]), ways)
+        for numbers in zip(*(one.tolist() for one in (at, first, rows, left, columns)), strict=True):
+            yield Shard(*numbers)
+
+    def shard_arrays(self, ranks: int, row_group: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Rank, first row, rows and columns of every shard of a table that is not data-parallel."""
         ways = {ShardingType.ROW_WISE: ranks}.get(
             self.kind, row_group if self.kind in _ROW_GROUP_KINDS else 1
         )
         first, rows = row_blocks(self.rows, ways)
-        column = 0
-        for place, columns in self.column_shards:
-            for block in range(ways):
-                yield Shard(place + block, int(first[block]), int(rows[block]), column, columns)
-            column += columns
+        places, widths = np.array(self.column_shards, dtype=np.int64).T
+        count = len(places)
+        at = (places[:, None] + np.arange(ways)).ravel()
+        return at, np.tile(first, count), np.tile(rows, count), np.repeat(widths, ways)
 
 
 _ROW_GROUP_KINDS = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -183,13 +184,15 @@ class DensePart:
         parameters: dense parameters.
         state_bytes_per_parameter: weights, gradients and optimizer state together.
         flops_per_sample: forward and backward.
-        activation_bytes_per_sample: kept from forward to backward.
+        activation_bytes_per_sample: layers kept from forward to backward, in whole lines of 128 floats.
+        padding_bytes_per_sample: what tiles of 8 x 128 floats add to the vectors of a sample.
     """
 
     parameters: int = 0
     state_bytes_per_parameter: int = 12
     flops_per_sample: float = 0.0
     activation_bytes_per_sample: float = 0.0
+    padding_bytes_per_sample: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,19 +261,24 @@ def dlrm_dense_part(
         weights += cross_layers * 2 * flat * cross_rank
         biases += cross_layers * flat
         over_input = flat
-        cross_activations = cross_layers * (flat + cross_rank)
     elif not dot_products:
-        over_input, cross_activations = flat, 0
+        over_input = flat
     else:
         over_input = bottom[-1] + vectors * (vectors - 1) // 2
         extra_flops = 2.0 * vectors * vectors * embedding_dim
-        cross_activations = vectors * vectors
     over = [over_input, *over_mlp]
     weights += sum(a * b for a, b in itertools.pairwise(over))
     biases += sum(over[1:])
-    activations = sum(bottom) + flat + cross_activations + sum(over)
+    layers = [*bottom, *over, *[flat, cross_rank] * cross_layers]
+    tiled = math.ceil(sparse_features / 8) * 8 * _whole_lines(embedding_dim)
     return DensePart(
         parameters=weights + biases,
         flops_per_sample=3 * (2.0 * weights + extra_flops),
-        activation_bytes_per_sample=4.0 * activations,
+        activation_bytes_per_sample=4.0 * sum(_whole_lines(width) for width in layers),
+        padding_bytes_per_sample=4.0 * (tiled - sparse_features * embedding_dim),
     )
+
+
+def _whole_lines(width: int) -> int:
+    """Floats that a row of `width` floats takes in the compiler's tiles."""
+    return math.ceil(width / 128) * 128

@@ -22,11 +22,13 @@ from recsys_tpu.sharding.planner import (
     ShardingType,
     TableConstraint,
     TableSpec,
+    Topology,
     Workload,
     estimate,
     make_plan,
     parse_topology,
 )
+from recsys_tpu.sharding.planner.chips import CHIPS
 from recsys_tpu.sharding.planner.costs import CostModel
 from recsys_tpu.sharding.planner.inputs import read_workload
 from recsys_tpu.sharding.planner.scale import parse_chips, sizes
@@ -298,3 +300,15 @@ def test_deduplicated_tables_exchange_distinct_rows():
     plain, distinct = shared(spec), shared(replace(spec, deduplicated=True))
     # plain: 8 bags of 2 x 16 floats and 32 ids of 8 bytes a rank; distinct: one row there and back, one id
     assert plain / distinct == pytest.approx((8 * 128 + 32 * 8) / (128 + 8))
+
+
+def test_memory_of_a_step_is_what_the_compiler_reports():
+    """Peak HBM that libtpu reported for configs/dlrm.yaml (docs/planner.md has the commands), within 10 %."""
+    peaks = {"v5e": 211.7, "v5p": 66.1, "v6e": 76.2, "tpu7x": 60.1}
+    for name, mib in peaks.items():
+        chip = replace(CHIPS[name], devices=1)
+        one = (1,) * chip.mesh_axes
+        device = Topology(chip=chip, shape=one, wrap=(False,) * len(one), slices=1, host_shape=one)
+        work = read_workload(Path(__file__).parents[3] / "configs" / "dlrm.yaml", 1)
+        plan = make_plan(work, device)
+        assert estimate(plan, work).memory.max() / 2**20 == pytest.approx(mib, rel=0.1)
