@@ -19,6 +19,8 @@ from recsys_tpu.sharding.planner import (
     emulated,
     make_plan,
 )
+from recsys_tpu.sharding.planner.costs import ID_BYTES, CostModel
+from recsys_tpu.sharding.planner.estimate import table_terms
 from recsys_tpu.sharding.planner.torchrec_bridge import (
     TpuEmbeddingShardingPlanner,
     to_sharding_plan,
@@ -143,6 +145,29 @@ def test_the_solvers_plans_train_on_the_emulated_device(tmp_path: Path, world: i
             _plan(world, hosts, ShardingType.TABLE_COLUMN_WISE),
         ]
     _check(tmp_path, plans, world, "tpu-emulated", True)
+
+
+def _exchanged_bytes(plan: Plan) -> float:
+    """Bytes of vectors and gradients that the cost model lets all ranks send to others in a step."""
+    work = workload_of(Model(CASE), batch_per_rank=CASE.batch // plan.topology.ranks)
+    model = CostModel(work, plan.topology, plan.topology.row_groups[0])
+    total = 0.0
+    for spec in work.tables:
+        table = plan.table(spec.name)
+        seconds = table_terms(model, plan, spec, table)["send"].sum()
+        ids = CASE.batch * spec.ids_per_sample * len(table.column_shards)
+        total += seconds * plan.topology.injection_bytes_per_s - ID_BYTES * ids / 2
+    return total
+
+
+def test_the_exchange_moves_the_bytes_that_the_cost_model_counts(tmp_path: Path) -> None:
+    plans = [_plan(2, 1, ShardingType.TABLE_WISE), _plan(2, 1, ShardingType.COLUMN_WISE)]
+    files = [str(tmp_path / f"plan{index}.json") for index in range(len(plans))]
+    for plan, name in zip(plans, files, strict=True):
+        plan.save(Path(name))
+    counted = on_ranks("tests.sharding.planner.bridge_ranks:count_exchange", 2, "cpu", CASE, files)
+    for index, plan in enumerate(plans):
+        assert sum(rank[index] for rank in counted) == pytest.approx(_exchanged_bytes(plan))
 
 
 def test_the_drop_in_class_plans_collectively() -> None:
