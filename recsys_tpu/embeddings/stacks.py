@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recsys_tpu.kernels.host import zeros_in_huge_pages
 from recsys_tpu.kernels.optimizer import OptimizerSpec
 
 LINE = 128  # words of HBM that a TensorCore reads at once
@@ -52,11 +53,16 @@ class TableStack:
             self.first_rows[index] = rows
             rows += table.rows
         self.num_rows = storage_rows(rows)
-        self.weights = torch.zeros(self.num_rows * self.dim, dtype=dtype, device=device)
+        self.weights = _zeros(self.num_rows * self.dim, dtype, device)
         self.state = tuple(
-            torch.zeros(size, dtype=torch.float32, device=device)
-            for size in spec.state_sizes(self.num_rows, self.dim)
+            _zeros(size, torch.float32, device) for size in spec.state_sizes(self.num_rows, self.dim)
         )
+
+
+def _zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return zeros_in_huge_pages(elements, dtype)
+    return torch.zeros(elements, dtype=dtype, device=device)
 
 
 def storage_rows(rows: int) -> int:

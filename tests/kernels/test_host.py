@@ -101,6 +101,14 @@ def test_other_optimizers_and_types_go_through_the_reference():
     assert torch.equal(found, reference.pooled_lookup(halves, case.batch(), DIM))
 
 
+@pytest.mark.parametrize("elements", [0, 5, 3 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_in_huge_pages_are_zeros(elements: int, dtype: torch.dtype):
+    found = host.zeros_in_huge_pages(elements, dtype)
+    assert found.dtype is dtype
+    assert torch.equal(found, torch.zeros(elements, dtype=dtype))
+
+
 def test_without_a_compiler_the_reference_runs_and_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
