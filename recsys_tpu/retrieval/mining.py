@@ -60,7 +60,7 @@ class MinedNegatives:
         self.pool = torch.full(
             (len(log.user_keys), min(config.pool, self._items)), NO_ITEM, dtype=torch.int32
         )
-        self.expected = np.zeros(self._items)
+        self.expected: npt.NDArray[np.float64] = np.zeros(self._items)
 
     def refresh(self, model: nn.Module) -> None:
         """Mine every user's pool with the model as it is; collective, the same result on all ranks."""
@@ -108,7 +108,7 @@ class MinedNegatives:
         chance = events / max(events.sum(), 1) / np.maximum(sizes, 1)
         owners, columns = np.nonzero(pool != NO_ITEM)
         hits = np.bincount(pool[owners, columns], weights=chance[owners], minlength=self._items)
-        self.expected = self._config.count * hits
+        self.expected = (self._config.count * hits).astype(np.float64)
 
     def draw(self, users: Ids, generator: np.random.Generator) -> Ids:
         """``[config.count]`` items from the pools of a global batch's `users`.
