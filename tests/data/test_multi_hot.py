@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recsys_tpu.data import multi_hot as module
+from recsys_tpu.data.criteo.__main__ import main
 from recsys_tpu.data.metadata import DatasetError
 from recsys_tpu.data.multi_hot import MultiHot, ensure_multi_hot_tables
 from tests.data.test_reader import reader, write_data
@@ -130,3 +131,18 @@ def test_the_reader_expands_every_id_and_keeps_rows_order_and_padding(tmp_path: 
             one, several = before.sparse[name], after.sparse[name]
             assert (several.lengths() == one.lengths() * size).all()
             assert several.values().tolist() == tables.expand(name, one.values().numpy()).tolist()
+
+
+def test_the_command_draws_the_tables_that_a_run_of_the_config_looks_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    rows = "{A: 7, B: 4, C: 11}"
+    text = f"data: {{cache_dir: {tmp_path}/cache, multi_hot: {{sizes: {{A: 3, C: 5}}}}}}\n"
+    config.write_text(f"{text}model: {{num_embeddings: {rows}}}\n")
+    assert main(["multi-hot", "--config", str(config)]) == 0
+    drawn = ensure_multi_hot_tables(MultiHot(sizes={"A": 3, "C": 5}), ROWS, tmp_path / "cache")
+    assert drawn.fingerprint in capsys.readouterr().err
+    config.write_text(text)
+    assert main(["multi-hot", "--config", str(config)]) == 1
+    assert "model.num_embeddings" in capsys.readouterr().err
