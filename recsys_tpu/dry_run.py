@@ -186,21 +186,33 @@ def _plan_checks(config: Path, topology: Topology) -> list[Check]:
 def _compile_checks(
     config: Path, name: str, topology: Topology, environment: Mapping[str, str]
 ) -> list[Check]:
-    """The step of all ranks of the slice, compiled ahead of time in a process of its own."""
+    """The step of all ranks of the slice: with the chip's own kernels, and if they are refused with XLA's."""
+    checks = _compiled_with("chip", "compiled, own kernels", config, name, topology, environment)
+    if not checks[0].ok:
+        checks += _compiled_with("xla", "compiled, XLA's gathers", config, name, topology, environment)
+    return checks
+
+
+def _compiled_with(
+    kernels: str,
+    title: str,
+    config: Path,
+    name: str,
+    topology: Topology,
+    environment: Mapping[str, str],
+) -> list[Check]:
+    """One ahead-of-time compilation, in a process of its own."""
     report_file = config.with_name("aot.json")
     report_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "recsys_tpu.aot", "--config", str(config), "--topology", name]
-    command += ["--sharding", _SHARDING, "--json", str(report_file)]
+    command += ["--sharding", _SHARDING, "--kernels", kernels, "--json", str(report_file)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if not report_file.is_file():
-        return [Check("compiled", (done.stderr or done.stdout).strip()[-2000:], ok=False)]
+        return [Check(title, (done.stderr or done.stdout).strip()[-2000:], ok=False)]
     (report,) = json.loads(report_file.read_text())
-    if not report["ok"]:
-        return [Check("compiled", str(report["error"])[:2000], ok=False)]
-    return [
-        Check("compiled", f"{_SHARDING}, in {report['compile_seconds']:.0f} s"),
-        *_compiled(report, topology),
-    ]
+    if report["error"] is not None:
+        return [Check(title, str(report["error"])[:2000], ok=False)]
+    return [Check(title, f"{_SHARDING}, in {report['compile_seconds']:.0f} s"), *_compiled(report, topology)]
 
 
 def _compiled(report: dict[str, Any], topology: Topology) -> list[Check]:

@@ -27,7 +27,7 @@ def config(*overrides: str) -> Config:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the compiler's process reports, and the command that it got."""
     report: dict[str, Any] = {
-        "ok": True, "error": None, "compile_seconds": 12.0, "peak_bytes": 3 * GIB, "temp_bytes": GIB,
+        "error": None, "compile_seconds": 12.0, "peak_bytes": 3 * GIB, "temp_bytes": GIB,
         "bytes_accessed": 5 * GIB, "flops": 2e12, "collectives": {"all-to-all": 2},
     }  # fmt: skip
 
@@ -71,9 +71,10 @@ def test_a_config_that_fits_is_all_green(compiler: dict[str, Any]) -> None:
         (["data.lanes=4"], {}, "lanes over ranks: 4 over 8"),
         (["model.num_embeddings.C1=2000000000"], {}, "plan: "),
         ([], {"peak_bytes": 40 * GIB}, "HBM peak, compiled: 40.00 of"),
-        ([], {"ok": False, "error": "an unsupported operation"}, "compiled: an unsupported operation"),
+        ([], {"error": "no such op"}, "compiled, own kernels: no such op"),
+        ([], {"error": "no such op"}, "compiled, XLA's gathers: no such op"),
     ],
-    ids=["lanes", "too large", "compiled too large", "refused"],
+    ids=["lanes", "too large", "compiled too large", "refused", "refused twice"],
 )
 def test_what_would_fail_on_the_slice_fails_here(
     overrides: list[str], report: dict[str, Any], message: str, compiler: dict[str, Any]

@@ -40,6 +40,7 @@ SHARDING_TYPES = (
     "grid_shard",
     "data_parallel",
 )
+IN_ROW_GROUPS = ("table_row_wise", "grid_shard")
 
 ExchangeChoice = Literal["collective", "pallas"]
 
@@ -165,8 +166,9 @@ def compile_for_slice(
     from recsys_tpu.aot.slice_group import slice_of
     from recsys_tpu.aot.step import build_step
 
+    grouped = any(kind in IN_ROW_GROUPS for kind in shardings)
     reports = []
-    with _settings(config, own_kernels=own_kernels), slice_of(topology) as ranks:
+    with _settings(config, own_kernels=own_kernels), slice_of(topology, grouped=grouped) as ranks:
         for sharding in shardings:
             transport: Literal["kernel", "collective"] = "kernel" if exchange == "pallas" else "collective"
             step = build_step(config, ranks=ranks, sharding=sharding, transport=transport)

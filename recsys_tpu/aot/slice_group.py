@@ -34,8 +34,11 @@ def slice_group(size: int) -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
-def slice_of(topology: str) -> Iterator[Slice]:
+def slice_of(topology: str, *, grouped: bool = True) -> Iterator[Slice]:
     """The ranks of a topology such as ``v6e:2x4``, with the row groups that the planner gives it: its hosts.
+
+    Args:
+        grouped: whether process groups are made of the row groups.
 
     Raises:
         PlanInputError: no such slice.
@@ -44,7 +47,7 @@ def slice_of(topology: str) -> Iterator[Slice]:
     size, row_group = devices_of(topology), parse_topology(topology).host_ranks
     with _slice(size) as (world, store):
         within = across = None
-        if row_group < size:
+        if grouped and row_group < size:
             starts, places = range(0, size, row_group), range(row_group)
             within = store.divide([list(range(first, first + row_group)) for first in starts])
             across = store.divide([list(range(place, size, row_group)) for place in places])

@@ -20,7 +20,13 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from recsys_tpu.embeddings.capacity import HEADROOM, Size, rung
-from recsys_tpu.embeddings.stacks import LocalTable, TableStack, features_of, make_stacks
+from recsys_tpu.embeddings.stacks import (
+    MAX_STACK_ELEMENTS,
+    LocalTable,
+    TableStack,
+    features_of,
+    make_stacks,
+)
 from recsys_tpu.errors import ConfigError
 from recsys_tpu.kernels.all_to_all.pooled import MeshAxis, Transport
 from recsys_tpu.kernels.optimizer import OptimizerSpec
@@ -32,7 +38,7 @@ _SPLIT_COLUMNS = (
     ShardingType.GRID_SHARD.value,
 )
 _IN_ROW_GROUPS = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
-_COLUMN_SHARDS = 2
+_FEWEST_COLUMN_SHARDS = 2
 
 
 @dataclass(frozen=True)
@@ -108,14 +114,12 @@ def rank_tables(
         raise ConfigError("tables of several embedding dims cannot be compiled in one step yet")
     features = sum(len(config.feature_names) for config in configs)
     shards = [_Shard(config, config.num_embeddings, dim) for config in configs]
-    if kind in _SPLIT_COLUMNS and within_slice.ranks > 1:
-        if dim % _COLUMN_SHARDS:
-            raise ConfigError(f"model.embedding_dim={dim} cannot be split into {_COLUMN_SHARDS} columns")
-        width = dim // _COLUMN_SHARDS
-        shards = [replace(shard, width=width) for shard in shards for _ in range(_COLUMN_SHARDS)]
     parts, places = _split(kind, within_slice)
     shards = [replace(shard, rows=-(-shard.rows // parts)) for shard in shards]
-    local, slots = _fullest(shards, places)
+    if kind in _SPLIT_COLUMNS and within_slice.ranks > 1:
+        columns = _column_shards(dim, max(shard.rows for shard in shards))
+        shards = [replace(shard, width=dim // columns) for shard in shards for _ in range(columns)]
+    local, slots = _fullest(shards, places, max_ids)
     replicated = kind == ShardingType.DATA_PARALLEL.value
     looked_up = samples if replicated else samples * within_slice.ranks
     feature_tables = [position for position, shard in enumerate(local) for _ in shard.config.feature_names]
@@ -171,9 +175,23 @@ def _split(kind: str, ranks: Slice) -> tuple[int, int]:
     return 1, ranks.ranks
 
 
-def _fullest(shards: Sequence[_Shard], places: int) -> tuple[list[_Shard], int]:
-    """The shards of the place with most elements, largest first on the emptiest, and the features that a
-    place serves at most."""
+def _column_shards(dim: int, rows: int) -> int:
+    """Two, or as many more as keep each shard of the largest table within a buffer.
+
+    Raises:
+        ConfigError: the dim cannot be split so.
+    """
+    columns = _FEWEST_COLUMN_SHARDS
+    while rows * dim // columns > MAX_STACK_ELEMENTS and dim % (2 * columns) == 0:
+        columns *= 2
+    if dim % columns:
+        raise ConfigError(f"model.embedding_dim={dim} cannot be split into {columns} columns")
+    return columns
+
+
+def _fullest(shards: Sequence[_Shard], places: int, max_ids: Mapping[str, int]) -> tuple[list[_Shard], int]:
+    """The shards of the place with most elements (of equal ones, with most ids), largest first on the
+    emptiest, and the features that a place serves at most."""
     limit = -(-len(shards) // places)
     at: list[list[int]] = [[] for _ in range(places)]
     filled = [0] * places
@@ -181,7 +199,11 @@ def _fullest(shards: Sequence[_Shard], places: int) -> tuple[list[_Shard], int]:
         place = min((p for p in range(places) if len(at[p]) < limit), key=filled.__getitem__)
         at[place].append(index)
         filled[place] += shards[index].rows * shards[index].width
-    fullest = max(range(places), key=filled.__getitem__)
+    ids = [
+        sum(max_ids.get(name, 1) for index in of_place for name in shards[index].config.feature_names)
+        for of_place in at
+    ]
+    fullest = max(range(places), key=lambda place: (filled[place], ids[place]))
     slots = max(sum(shards[index].features for index in of_place) for of_place in at)
     return [shards[index] for index in sorted(at[fullest])], slots
 
