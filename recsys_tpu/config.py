@@ -205,6 +205,9 @@ class OptimizerConfig(Section):
     dense: DenseOptimizerConfig = DenseOptimizerConfig()
     sparse: SparseOptimizerConfig = SparseOptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    max_gradient_norm: PositiveFloat | None = Field(
+        None, description="clip the norm of all gradients together, tables and dense; None: no clipping"
+    )
 
 
 class ShardingConfig(Section):
@@ -218,6 +221,11 @@ class ShardingConfig(Section):
     plan: Path | None = Field(None, description="a plan file of `python -m recsys_tpu.plan`")
     validate_ids: Literal["full", "sample", "off"] = Field(
         "full", description="how much of each batch is checked on the host before it is sent"
+    )
+    deduplicate: bool | list[str] = Field(
+        False,
+        description="tables (true: all; or names) whose distinct ids are sent to their owners, and whose "
+        "rows come back to be pooled at home, instead of bags that the owners pool",
     )
     exchange: Literal["collective", "pallas"] = Field(
         "collective",
@@ -238,6 +246,11 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: at the end only")
     keep_checkpoints: PositiveInt = 3
     resume: str = Field("never", description="never, auto (newest of this run) or a checkpoint's path")
+    start_from: Path | None = Field(
+        None, description="a plain state_dict (torch.save) to start from, where nothing is resumed"
+    )
+    start_partial: bool = Field(False, description="start_from may lack tensors, or have others")
+    grow_tables: bool = Field(False, description="tables may have more rows than in start_from")
     baselines: bool = Field(
         False, description="fit a logistic regression and a constant on the same split, in the same report"
     )

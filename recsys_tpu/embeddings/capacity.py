@@ -26,13 +26,14 @@ Size = tuple[int, int]
 """(ids, distinct rows) that a buffer holds."""
 
 
-def rung(needed: int) -> int:
+def rung(needed: int, smallest: int = SMALLEST) -> int:
     """The smallest size on the ladder that holds `needed`: 256, 320, 384, 448, 512, 640, ...
 
     Four sizes a doubling: at most 25% of a buffer is padding, and a million ids is the 49th size.
+    smallest: where the ladder begins, a power of two of at least 4.
     """
-    if needed <= SMALLEST:
-        return SMALLEST
+    if needed <= smallest:
+        return smallest
     base = 1 << (needed - 1).bit_length() - 1  # the power of two below `needed`
     step = base // STEPS_PER_DOUBLING
     return base + -(-(needed - base) // step) * step
@@ -77,17 +78,21 @@ class Capacities:
         *,
         limits: Sequence[Size] | None = None,
         batch: Hashable = None,
+        smallest: Sequence[int] = (),
     ) -> list[Size]:
         """Sizes that hold `needed`, one per stack.  A collective call on every rank.
 
         limits: what a batch can need at most, `UNKNOWN` where nothing is known.
         batch: what tells batches of different sizes apart (training and evaluation): they share no sizes.
+        smallest: where the ladders of the first entries begin, the same on every rank; `SMALLEST` for others.
         """
         wanted = self._agree(needed)
         if batch not in self._ladders:
             most = self._agree(limits or [(UNKNOWN, UNKNOWN)] * len(needed))
+            least = [*smallest, *(SMALLEST for _ in range(len(wanted) - len(smallest)))]
             self._ladders[batch] = [
-                ladder(need, limit) for need, limit in zip(_sizes(wanted), _sizes(most), strict=True)
+                ladder(need, limit, first)
+                for need, limit, first in zip(_sizes(wanted), _sizes(most), least, strict=True)
             ]
         held = [
             self._smallest(of_stack, need)
@@ -130,7 +135,7 @@ class Capacities:
         counters.shapes.add(tuple(size for of_stack in held for size in of_stack))
 
 
-def ladder(first: Size, limit: Size) -> list[Size]:
+def ladder(first: Size, limit: Size, smallest: int = SMALLEST) -> list[Size]:
     """The sizes of a stack whose first batch needs `first` and whose batches never need more than `limit`.
 
     Distinct rows are never more than the ids, or than the rows of the stack (the second limit).
@@ -138,10 +143,12 @@ def ladder(first: Size, limit: Size) -> list[Size]:
     sizes: list[Size] = []
     doublings = DOUBLINGS if limit[0] == UNKNOWN else 64  # a known limit ends the ladder by itself
     for doubling in range(doublings + 1):
-        ids, unique = (rung(max(int(np.ceil(need * HEADROOM)), SMALLEST) << doubling) for need in first)
+        ids, unique = (
+            rung(max(int(np.ceil(need * HEADROOM)), smallest) << doubling, smallest) for need in first
+        )
         ids = min(ids, _rung_of_limit(limit[0]))
         unique = min(unique, ids, _rung_of_limit(limit[1]))
-        size = (max(ids, rung(first[0])), max(unique, rung(first[1])))
+        size = (max(ids, rung(first[0], smallest)), max(unique, rung(first[1], smallest)))
         if sizes and size == sizes[-1]:
             break
         sizes.append(size)

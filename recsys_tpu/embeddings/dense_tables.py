@@ -76,6 +76,11 @@ class DenseTables(nn.Module):
         ]
 
 
+def dense_lookup(rows: Tensor, dim: int, batch: LookupBatch) -> Tensor:
+    """Pooled lookup `[bags, dim]` in flat `rows`, which get an ordinary gradient, as large as they are."""
+    return DenseLookup.apply(rows, dim, batch)
+
+
 class DenseLookup(torch.autograd.Function):
     """Lookup of a replicated stack whose backward is a gradient of the stack's size."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recsys_tpu import kernels
 from recsys_tpu.embeddings.fused_params import FusedParams
 from recsys_tpu.embeddings.stacks import LocalTable, StackView, TableStack, in_feature_order, make_stacks
+from recsys_tpu.kernels import reference
 from recsys_tpu.kernels.batch import LookupBatch, Optimizer
 from recsys_tpu.kernels.optimizer import OptimizerSpec, hyper_tensor
 
@@ -39,17 +40,6 @@ class PooledInput:
 
     num_samples: int
     batches: list[LookupBatch]
-
-
-@dataclass(frozen=True)
-class SequenceInput:
-    """A batch of one group of unpooled tables: one lookup batch a stack, every id its own output row.
-
-    pieces: the (stack, first id, last id) that the output is made of, in order.
-    """
-
-    batches: list[LookupBatch]
-    pieces: list[tuple[int, int, int]]
 
 
 class FusedTables(nn.Module):
@@ -83,6 +73,7 @@ class FusedTables(nn.Module):
         self._hyper: Tensor | None = None
         self._to_rehearse: dict[int, list[LookupBatch]] = {}
         self._device = device
+        self._held: list[_HeldUpdate] | None = None
         self._views: list[StackView] = []
         self._weights = [self._view(index, None) for index in range(len(tables))]
         self._states = [self._state_views(index) for index in range(len(tables))]
@@ -96,17 +87,16 @@ class FusedTables(nn.Module):
 
     def pool(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
         """Each stack's pooled embeddings `[bags, dim]`."""
-        return self._lookup(batches, per_id=False)
+        return [output.to(self._output_dtype) for output in self._lookup(batches, per_id=False)]
 
-    def sequence(self, batch: SequenceInput) -> Tensor:
-        """Unpooled embeddings `[ids, dim]`.  Its shape is that of the batch: not for static programs."""
-        outputs = self._lookup(batch.batches, per_id=True)
-        return torch.cat([outputs[stack][first:last] for stack, first, last in batch.pieces])
+    def sequence(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
+        """Each stack's rows, one an id: float32 `[id capacity, dim]`; padding is 0."""
+        return self._lookup(batches, per_id=True)
 
     def _lookup(self, batches: Sequence[LookupBatch], *, per_id: bool) -> list[Tensor]:
         step = _OptimizerStep(self)
         return [
-            FusedLookup.apply(self._anchor, step, stack, lookup, per_id).to(self._output_dtype)
+            FusedLookup.apply(self._anchor, step, stack, lookup, per_id)
             for stack, lookup in zip(self.stacks, batches, strict=True)
         ]
 
@@ -126,6 +116,34 @@ class FusedTables(nn.Module):
         stack = self.stacks[position]
         kernels.pooled_lookup(stack.weights, batch, stack.dim)
         self._to_rehearse.setdefault(id(stack), []).append(batch)
+
+    def hold_updates(self) -> None:
+        """From now on the backward keeps its updates for `apply_held`."""
+        self._held = self._held or []
+
+    def hold(self, step: _OptimizerStep, stack: TableStack, batch: LookupBatch, grad_output: Tensor) -> bool:
+        """Keeps an update if updates are held.  Raises ValueError for a second one of a stack in a step."""
+        if self._held is None:
+            return False
+        if any(update.stack is stack for update in self._held):
+            names = ", ".join(self.tables[index].name for index in stack.tables)
+            raise ValueError(
+                f"tables {names}: a second backward before their updates were applied; with clipping by the "
+                "global norm a collection is looked up once a step"
+            )
+        self._held.append(_HeldUpdate(step, stack, batch, grad_output))
+        return True
+
+    def held_square_sum(self) -> Tensor:
+        """Sum of squares of the gradients of all rows that were touched, a float32 scalar."""
+        sums = [reference.row_gradients(held.batch, held.grad).square().sum() for held in self._held or ()]
+        return torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
+
+    def apply_held(self, scale: Tensor) -> None:
+        """Runs the updates that were held, with their gradients times `scale`."""
+        held, self._held = self._held or [], []
+        for update in held:
+            update.step.update(update.stack, update.batch, update.grad * scale)
 
     def next_step(self) -> None:
         """Counts an optimizer step: what the updates that follow use for bias correction and rounding."""
@@ -218,10 +236,25 @@ class _OptimizerStep:
         self._counted = False
 
     def apply(self, stack: TableStack, batch: LookupBatch, grad_output: Tensor) -> None:
+        """Updates a stack, or leaves it for later if updates are held."""
+        if not self._tables.hold(self, stack, batch, grad_output):
+            self.update(stack, batch, grad_output)
+
+    def update(self, stack: TableStack, batch: LookupBatch, grad_output: Tensor) -> None:
         if not self._counted:
             self._tables.next_step()
             self._counted = True
         self._tables.update(stack, batch, grad_output)
+
+
+@dataclass(frozen=True)
+class _HeldUpdate:
+    """An update of which backward has left the gradient of the lookup's output, `[bags, dim]`."""
+
+    step: _OptimizerStep
+    stack: TableStack
+    batch: LookupBatch
+    grad: Tensor
 
 
 class FusedLookup(torch.autograd.Function):

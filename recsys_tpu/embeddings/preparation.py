@@ -46,23 +46,29 @@ class SortedIds:
         """(ids, distinct rows)."""
         return len(self.rows), len(self.first)
 
-    def pad(self, id_capacity: int, unique_capacity: int) -> LookupBatch:
-        """The batch, on CPU, int32 and float32.  Raises CapacityError when it doesn't fit."""
+    def pad(self, id_capacity: int, unique_capacity: int, *, num_bags: int | None = None) -> LookupBatch:
+        """The batch, on CPU, int32 and float32.  num_bags: more than there are; those behind are empty.
+
+        Raises CapacityError when it doesn't fit.
+        """
         count, unique = self.sizes
+        num_bags = self.num_bags if num_bags is None else num_bags
+        if self.num_bags > num_bags:
+            raise CapacityError("bags", self.num_bags, num_bags, "num_bags")
         if count > id_capacity:
             raise CapacityError("ids", count, id_capacity, "id_capacity")
         if unique > unique_capacity:
             raise CapacityError("distinct rows", unique, unique_capacity, "unique_capacity")
         weights, order = self.weights, self.order
         return LookupBatch(
-            num_bags=self.num_bags,
+            num_bags=num_bags,
             rows=_padded(self.rows, id_capacity, 0),
-            bags=_padded(self.bags, id_capacity, self.num_bags),
+            bags=_padded(self.bags, id_capacity, num_bags),
             weights=None if weights is None else _padded(weights, id_capacity, 0, np.float32),
-            bag_offsets=torch.from_numpy(self.bag_offsets.astype(np.int32)),
+            bag_offsets=_padded(self.bag_offsets, num_bags + 1, count),
             unique_rows=_padded(self.sorted_rows[self.first], unique_capacity, self.num_rows),
             row_offsets=_padded(self.first, unique_capacity + 1, count),
-            sorted_bags=_padded(self.bags[order], id_capacity, self.num_bags),
+            sorted_bags=_padded(self.bags[order], id_capacity, num_bags),
             sorted_weights=None if weights is None else _padded(weights[order], id_capacity, 0, np.float32),
             segments=_padded(self.segments, id_capacity, unique_capacity),
             order=_padded(order, id_capacity, max(id_capacity - 1, 0)),
@@ -141,6 +147,16 @@ def sort_ids(
         first=np.flatnonzero(starts),
         segments=segments,
     )
+
+
+def distinct(ids: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(distinct ids, ascending; position among them of each id).  Ids are non-negative, < 2**31."""
+    sorted_ids, order = _stable_order(ids)
+    starts = np.ones(len(ids), np.bool_)
+    np.not_equal(sorted_ids[1:], sorted_ids[:-1], out=starts[1:])
+    inverse = np.empty(len(ids), np.int64)
+    inverse[order] = np.cumsum(starts) - 1
+    return sorted_ids[starts].astype(np.int64), inverse
 
 
 def _stable_order(keys: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.integer]]:

@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionContext,
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
-from recsys_tpu.sharding.ahead import Ahead
-from recsys_tpu.sharding.host import (
-    PreparedSplits,
-    host_group,
-    kind_of_batch,
-    max_over_ranks,
-    placed_on,
-    prepare,
-)
-from recsys_tpu.sharding.lookups import LookupInput
+from recsys_tpu.sharding.host import placed_on
 from recsys_tpu.sharding.pooled_exchange import Exchange, pooled_exchange
 from recsys_tpu.sharding.pooled_shardings import pooled_sharding
-from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
-
-_Prepared = tuple[EmbeddingBagCollectionContext, list[LookupInput]]
-# torch_tpu builds a program when it first runs, and once more when it runs again on another program's result.
-_REHEARSALS = 3
+from recsys_tpu.sharding.prepared_module import PreparedModule, data_parallel
+from recsys_tpu.sharding.row_shardings import RowsTravel, deduplicated_sharding
+from recsys_tpu.sharding.validation import Validation
 
 
-class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+class TpuShardedEmbeddingBagCollection(PreparedModule, ShardedEmbeddingBagCollection):
     """An EmbeddingBagCollection over the chips of a plan.
 
     A step: check the ids and send them to their owners (host), sort and pad them (host), look them up
-    (device), send pooled rows back (device).  The backward updates the tables in place.
+    (device), send pooled rows back (device).  The backward updates the tables in place.  Of tables that are
+    deduplicated, distinct ids travel and their rows come back, and bags are summed where they are needed.
     """
 
     def __init__(
@@ -59,108 +41,58 @@ class TpuShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         validate: Validation = Validation.FULL,
         exchange: Exchange = Exchange.COLLECTIVE,
         max_ids_per_sample: Mapping[str, int] | None = None,
+        deduplicate: bool | Collection[str] = False,
         **options: Any,
     ) -> None:
         _check_pooling(module)
         device = device or torch.device("cpu")
+        self._deduplicated = _deduplicated_tables(module, sharding, deduplicate)
         placed = {table: placed_on(of_table, device) for table, of_table in sharding.items()}
         super().__init__(module, placed, env, device=device, **options)
-        self._validate = validate
         # MEAN of row-sharded tables is folded into the weights before the exchange.
         self._has_mean_pooling_callback = False
+        self._set_up_host(
+            self._embedding_shardings, self._embedding_bag_configs, validate, max_ids_per_sample or {}
+        )
         group = self._env.process_group
-        assert group is not None, "the sharder needs a process group, of one rank at least"
-        self._host_pg = host_group(group)
-        for of_type in self._embedding_shardings:
-            of_type.host_pg = self._host_pg
+        assert group is not None
         if exchange is Exchange.PALLAS:
             for position, of_type in enumerate(self._embedding_shardings):
+                if isinstance(of_type, RowsTravel):
+                    continue
                 ours = pooled_exchange(of_type, self._output_dists[position], device)
                 if ours is not None:
                     self._output_dists[position] = ours
-        self._capacities = Capacities(max_over_ranks(self._host_pg))
-        self._max_ids = dict(max_ids_per_sample or {})
-        self._rehearsed: set[tuple[int, ...]] = set()
-        self._limits = FeatureLimits.of_tables(self._embedding_bag_configs)
-        self.ahead: Ahead[KeyedJaggedTensor, _Prepared] = Ahead(self._exchange_and_prepare)
 
-    @classmethod
+    def create_grouped_sharding_infos(  # TorchRec's is a classmethod, which it calls on self
+        self, *arguments: Any, **options: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """By sharding type, and apart from each other those that are deduplicated and those that are not."""
+        grouped: dict[str, list[EmbeddingShardingInfo]] = {}
+        for name, infos in super().create_grouped_sharding_infos(*arguments, **options).items():
+            for info in infos:
+                apart = info.embedding_config.name in self._deduplicated
+                grouped.setdefault(f"{name}, deduplicated" if apart else name, []).append(info)
+        return grouped
+
     def create_embedding_bag_sharding(
-        cls,
+        self,
         sharding_infos: list[EmbeddingShardingInfo],
         env: ShardingEnv,
         device: torch.device | None = None,
         permute_embeddings: bool = False,
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding[Any, Any, Any, Any]:
+        if sharding_infos[0].embedding_config.name in self._deduplicated:
+            return deduplicated_sharding(sharding_infos, env, device, qcomm_codecs_registry)
         return pooled_sharding(sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry)
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        """The group of this module's exchange of ids: CPU tensors, and nobody else's collectives."""
-        return self._host_pg
-
-    @property
-    def capacity_counters(self) -> CapacityCounters:
-        """Padding and ladder moves of this module so far."""
-        return self._capacities.counters
 
     def init_data_parallel(self) -> None:
         if self._skip_data_parallel_grad_sync:
             return
         for position, sharding in enumerate(self._embedding_shardings):
             if isinstance(sharding, DpPooledEmbeddingSharding):
-                # As TorchRec's, but without device_ids, which the tpu device doesn't take, and without
-                # static_graph, which needs pinned host memory, which the emulated device doesn't have.
-                self._lookups[position] = DistributedDataParallel(
-                    self._lookups[position],
-                    process_group=self._env.process_group,
-                    gradient_as_bucket_view=True,
-                    broadcast_buffers=False,
-                )
-
-    def _create_input_dist(self, input_feature_names: list[str]) -> None:
-        super()._create_input_dist(input_feature_names)
-        if self._has_features_permute:
-            order = torch.tensor(self._features_order, dtype=torch.int32)
-            self.register_buffer("_features_order_tensor", order, persistent=False)
-
-    def input_dist(
-        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
-    ) -> Awaitable[Awaitable[list[LookupInput]]]:
-        """Starts the exchange of ids, on the host.  Raises InvalidFeatureError for ids that no table has."""
-        features = features.to(torch.device("cpu"))
-        check_features(features, self._limits, self._validate)
-        return PreparedSplits(super().input_dist(ctx, features), self.prepare)
-
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
-        """Pooled embeddings of a batch, whose host part may have been begun by `ahead.start`."""
-        ctx, prepared = self.ahead.take(features)
-        self._rehearse(prepared)
-        return self.compute_and_output_dist(ctx, prepared)
-
-    def _exchange_and_prepare(self, features: KeyedJaggedTensor) -> _Prepared:
-        ctx = self.create_context()
-        return ctx, self.input_dist(ctx, features).wait().wait()
-
-    def prepare(self, features: KJTList) -> list[LookupInput]:
-        """Sorts and pads the ids that this rank received.  A collective call: ranks agree on capacities."""
-        return prepare(self._lookups, features, self._capacities, self._max_ids)
-
-    def _rehearse(self, prepared: list[LookupInput]) -> None:
-        """Has the programs of all buffer sizes compiled when the first batch of its kind comes to train.
-
-        On a CPU nothing is compiled; for an evaluation a size is compiled when it is met.
-        """
-        kind = kind_of_batch(of_lookup.num_samples for of_lookup in prepared)
-        if self._device.type == "cpu" or not self.training or kind in self._rehearsed:
-            return
-        self._rehearsed.add(kind)
-        for _ in range(_REHEARSALS):
-            levels = iter(self._capacities.levels(kind))
-            for lookup, of_lookup in zip(self._lookups, prepared, strict=True):
-                unwrapped: Any = getattr(lookup, "module", lookup)  # out of DDP
-                unwrapped.rehearse(of_lookup, levels)
+                self._lookups[position] = data_parallel(self._lookups[position], self._env)
 
 
 def _check_pooling(module: EmbeddingBagCollection) -> None:
@@ -172,6 +104,20 @@ def _check_pooling(module: EmbeddingBagCollection) -> None:
             )
 
 
+def _deduplicated_tables(
+    module: EmbeddingBagCollection, sharding: dict[str, ParameterSharding], wanted: bool | Collection[str]
+) -> frozenset[str]:
+    """The tables of `module` to deduplicate: those that are named, or all that are not replicated."""
+    names = {config.name for config in module.embedding_bag_configs()}
+    sharded = {name for name in names if sharding[name].sharding_type != ShardingType.DATA_PARALLEL.value}
+    if isinstance(wanted, bool):
+        return frozenset(sharded if wanted else ())
+    replicated = sorted(set(wanted) & (names - sharded))
+    if replicated:
+        raise ValueError(f"tables {replicated} are data-parallel: there is no exchange to deduplicate for")
+    return frozenset(set(wanted) & names)
+
+
 class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards every EmbeddingBagCollection of a model for TPU chips; on CPU the same with reference kernels.
 
@@ -179,6 +125,8 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     batch is checked before it is sent, see `sharding.validation`.  exchange: who moves pooled rows between
     ranks, see `sharding.pooled_exchange`.  max_ids_per_sample: ids that a sample has at most, by
     feature, where that is known: then no batch can need a buffer whose programs are not compiled yet.
+    deduplicate: whose ids are deduplicated before the exchange: True for every sharded table, or tables by
+    name; see `sharding.row_exchange`.
     """
 
     def __init__(
@@ -187,10 +135,12 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         validate: str | Validation = Validation.FULL,
         exchange: str | Exchange = Exchange.COLLECTIVE,
         max_ids_per_sample: Mapping[str, int] | None = None,
+        deduplicate: bool | Collection[str] = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._max_ids_per_sample = max_ids_per_sample
+        self._deduplicate = deduplicate
         self._validate = Validation(validate)
         self._exchange = Exchange(exchange)
 
@@ -213,6 +163,7 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
             validate=self._validate,
             exchange=self._exchange,
+            deduplicate=self._deduplicate,
             max_ids_per_sample=self._max_ids_per_sample,
         )
 

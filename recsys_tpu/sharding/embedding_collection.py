@@ -1,44 +1,42 @@
-"""The sharder for `EmbeddingCollection`: unpooled (sequence) embeddings, on CPU ranks.
-
-The number of rows that travel back is that of the batch, so these programs have no static shapes yet:
-the tpu device is refused rather than recompiled for every batch.
-"""
+"""The sharder for `EmbeddingCollection`: unpooled (sequence) embeddings over TPU chips, or CPU ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 from torchrec.distributed.embedding import (
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
 )
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
     Awaitable,
-    EnumerableShardingSpec,
     LazyAwaitable,
+    LazyNoWait,
     ParameterSharding,
     ShardingEnv,
     ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from recsys_tpu.embeddings.capacity import Capacities, CapacityCounters
-from recsys_tpu.sharding.ahead import Ahead
-from recsys_tpu.sharding.host import PreparedSplits, host_group, max_over_ranks, placed_on, prepare
-from recsys_tpu.sharding.sequence import SEQUENCE_SHARDINGS, SequenceFeatures, sequence_sharding
-from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
-
-_Prepared = tuple[EmbeddingCollectionContext, list[SequenceFeatures]]
+from recsys_tpu.sharding.host import placed_on, written_out
+from recsys_tpu.sharding.prepared_module import PreparedModule, data_parallel
+from recsys_tpu.sharding.row_shardings import SEQUENCES, SequenceDataParallel, sequence_sharding
+from recsys_tpu.sharding.validation import Validation
 
 
-class TpuShardedEmbeddingCollection(ShardedEmbeddingCollection):
-    """An EmbeddingCollection over the ranks of a plan; its steps are those of the pooled collection."""
+class TpuShardedEmbeddingCollection(PreparedModule, ShardedEmbeddingCollection):
+    """An EmbeddingCollection over the ranks of a plan; its steps are those of `row_exchange`.
+
+    On a device the values of an output have room for more ids than there are (static shapes): rows behind
+    `offsets()[-1]` are 0, and their gradient is ignored.  On CPU they are as many as the ids.
+    """
 
     def __init__(
         self,
@@ -51,22 +49,10 @@ class TpuShardedEmbeddingCollection(ShardedEmbeddingCollection):
         **options: Any,
     ) -> None:
         device = device or torch.device("cpu")
-        if device.type != "cpu":
-            raise NotImplementedError(
-                f"unpooled embeddings on {device.type}: not supported yet; pool them, or train on cpu"
-            )
-        _check_column_shards(sharding)
         placed = {table: placed_on(of_table, device) for table, of_table in sharding.items()}
         super().__init__(module, placed, env, device=device, **options)
-        self._validate = validate
-        group = self._env.process_group
-        assert group is not None, "the sharder needs a process group, of one rank at least"
-        self._host_pg = host_group(group)
-        for of_type in self._sharding_type_to_sharding.values():
-            of_type.host_pg = self._host_pg
-        self._capacities = Capacities(max_over_ranks(self._host_pg))
-        self._limits = FeatureLimits.of_tables(self._embedding_configs)
-        self.ahead: Ahead[KeyedJaggedTensor, _Prepared] = Ahead(self._exchange_and_prepare)
+        self._use_index_dedup = False  # TorchRec's; ours is part of the exchange
+        self._set_up_host(self._sharding_type_to_sharding.values(), self._embedding_configs, validate, {})
 
     @classmethod
     def create_embedding_sharding(
@@ -79,53 +65,62 @@ class TpuShardedEmbeddingCollection(ShardedEmbeddingCollection):
     ) -> EmbeddingSharding[Any, Any, Any, Any]:
         return sequence_sharding(sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
 
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        """The group of this module's exchange of ids."""
-        return self._host_pg
-
-    @property
-    def capacity_counters(self) -> CapacityCounters:
-        """Padding and ladder moves of this module so far."""
-        return self._capacities.counters
+    def init_data_parallel(self) -> None:
+        if self._skip_data_parallel_grad_sync:
+            return
+        for position, sharding in enumerate(self._sharding_type_to_sharding.values()):
+            if isinstance(sharding, SequenceDataParallel):
+                self._lookups[position] = data_parallel(self._lookups[position], self._env)
 
     def input_dist(
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
-    ) -> Awaitable[Awaitable[list[SequenceFeatures]]]:
-        """Starts the exchange of ids.  Raises InvalidFeatureError for ids that no table has."""
-        check_features(features, self._limits, self._validate)
-        return PreparedSplits(super().input_dist(ctx, features), self.prepare)
+    ) -> Awaitable[Awaitable[list[Any]]]:
+        """Starts the exchange of ids; variable batch sizes are written out first, which repeats no id in it.
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Embeddings of every id of a batch, whose host part may have been begun by `ahead.start`."""
-        ctx, prepared = self.ahead.take(features)
-        return self.compute_and_output_dist(ctx, prepared)
+        Raises InvalidFeatureError for ids that no table has.
+        """
+        features = maybe_td_to_kjt(features)
+        if features.variable_stride_per_key():
+            features = written_out(features.to(torch.device("cpu")))
+        return super().input_dist(ctx, features)
 
-    def _exchange_and_prepare(self, features: KeyedJaggedTensor) -> _Prepared:
-        ctx = self.create_context()
-        return ctx, self.input_dist(ctx, features).wait().wait()
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: list[Any]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks a prepared batch up: embeddings of every id, by name."""
+        found: dict[str, JaggedTensor] = {}
+        for lookup, sharding, batch in zip(
+            self._lookups, self._sharding_type_to_sharding.values(), input, strict=True
+        ):
+            keys = iter(range(len(batch.rooms)))
+            for name, values in lookup(batch).items():
+                found[name] = self._jagged(batch.features, next(keys), values)
+            assert next(keys, None) is None, sharding
+        return LazyNoWait(found)
 
-    def prepare(self, features: KJTList) -> list[SequenceFeatures]:
-        """Sorts and pads the ids that this rank received.  A collective call: ranks agree on capacities."""
-        return prepare(self._lookups, features, self._capacities, {})
-
-
-def _check_column_shards(sharding: dict[str, ParameterSharding]) -> None:
-    """TorchRec sends rows of one width back per sharding type; with several it reads past their end."""
-    widths = {
-        table: {shard.shard_sizes[1] for shard in of_table.sharding_spec.shards}
-        for table, of_table in sharding.items()
-        if of_table.sharding_type == ShardingType.COLUMN_WISE.value
-        and isinstance(of_table.sharding_spec, EnumerableShardingSpec)
-    }
-    if len({width for of_table in widths.values() for width in of_table}) > 1:
-        raise ValueError(
-            f"column shards of unpooled tables must all be equally wide, got {widths}: change the plan"
+    def _jagged(self, features: KeyedJaggedTensor, key: int, values: Tensor) -> JaggedTensor:
+        stride, first = features.stride(), features.offset_per_key()[key]
+        lengths = features.lengths().view(-1, stride)[key]
+        count = int(lengths.sum())
+        if values.device.type == "cpu":
+            values = values[:count]
+        ids = None
+        if self._need_indices:
+            ids = torch.zeros(len(values), dtype=features.values().dtype)
+            ids[:count] = features.values()[first : first + count]
+            ids = ids.to(values.device)
+        offsets = torch.zeros(stride + 1, dtype=lengths.dtype)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        return JaggedTensor(
+            values, weights=ids, lengths=lengths.to(values.device), offsets=offsets.to(values.device)
         )
 
 
 class TpuEmbeddingCollectionSharder(EmbeddingCollectionSharder):
-    """Shards every EmbeddingCollection of a model.  Arguments as of the pooled sharder."""
+    """Shards every EmbeddingCollection of a model.  Arguments as of the pooled sharder.
+
+    Ids are always deduplicated before the exchange, so `use_index_dedup` changes nothing.
+    """
 
     def __init__(self, *args: Any, validate: str | Validation = Validation.FULL, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -146,16 +141,21 @@ class TpuEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             fused_params=self.fused_params,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
             module_fqn=module_fqn,
             validate=self._validate,
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SEQUENCE_SHARDINGS)
+        return list(SEQUENCES)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return [EmbeddingComputeKernel.FUSED.value]
+        dense = sharding_type == ShardingType.DATA_PARALLEL.value
+        return [(EmbeddingComputeKernel.DENSE if dense else EmbeddingComputeKernel.FUSED).value]
+
+    def storage_usage(self, tensor: Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
+        """Bytes of a table on its device: HBM of a chip, DDR of a host."""
+        kind = "ddr" if compute_device_type == "cpu" else "hbm"
+        return {kind: tensor.element_size() * tensor.numel()}
 
     @property
     def sharded_module_type(self) -> type[TpuShardedEmbeddingCollection]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, EnumerableShardingSpec, ParameterSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_tpu.embeddings.capacity import Capacities, MaxOverRanks
+from recsys_tpu.embeddings.bags import concatenated_ranges
+from recsys_tpu.embeddings.capacity import UNKNOWN, Capacities, MaxOverRanks, Size
 from recsys_tpu.runtime.process_group import new_host_group
 
 
@@ -69,6 +71,26 @@ def on_host(sharding: Any) -> Iterator[None]:
         sharding._pg = device_pg
 
 
+class SortedInput(Protocol):
+    """A lookup's ids, sorted: the sizes that its buffers need, before they are padded to capacities."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the lookup serves; 0 if they differ between features."""
+
+    @property
+    def shared_sizes(self) -> list[tuple[int, int]]:
+        """Sizes of which every rank has the same list, and which must be equal on all ranks."""
+
+    @property
+    def smallest_shared(self) -> list[int]:
+        """Where the ladders of the shared sizes begin."""
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(ids, distinct rows) of each stack of this rank."""
+
+
 def prepare(
     lookups: Sequence[nn.Module],
     features: KJTList,
@@ -80,19 +102,20 @@ def prepare(
     max_ids: ids that a sample has at most, by feature, where that is known.
     """
     unwrapped: list[Any] = [getattr(lookup, "module", lookup) for lookup in lookups]  # out of DDP
-    sorted_ids = [lookup.sort(kjt) for lookup, kjt in zip(unwrapped, features, strict=True)]
-    sizes = [[stack.sizes for group in ids.groups for stack in group] for ids in sorted_ids]
-    limits = [lookup.limits(kjt, max_ids) for lookup, kjt in zip(unwrapped, features, strict=True)]
-    held = iter(
-        capacities.hold(
-            [size for of_lookup in sizes for size in of_lookup],
-            limits=[limit for of_lookup in limits for limit in of_lookup],
-            batch=kind_of_batch(ids.num_samples for ids in sorted_ids),
-        )
-    )
+    inputs: list[SortedInput] = [lookup.sort(kjt) for lookup, kjt in zip(unwrapped, features, strict=True)]
+    # Shared sizes come first: ranks agree on capacities place by place.
+    needed = [size for one in inputs for size in one.shared_sizes]
+    smallest = [size for one in inputs for size in one.smallest_shared]
+    limits: list[Size] = [(UNKNOWN, UNKNOWN)] * len(needed)
+    for lookup, one, kjt in zip(unwrapped, inputs, features, strict=True):
+        needed += one.sizes
+        limits += lookup.limits(kjt, max_ids)
+    kind = kind_of_batch(one.num_samples for one in inputs)
+    held = capacities.hold(needed, limits=limits, batch=kind, smallest=smallest)
+    shared, own = iter(held[: len(smallest)]), iter(held[len(smallest) :])
     return [
-        lookup.pad(ids, [next(held) for _ in of_lookup])
-        for lookup, ids, of_lookup in zip(unwrapped, sorted_ids, sizes, strict=True)
+        lookup.pad(one, [*islice(shared, len(one.shared_sizes)), *islice(own, len(one.sizes))])
+        for lookup, one in zip(unwrapped, inputs, strict=True)
     ]
 
 
@@ -153,4 +176,30 @@ def fold_mean(features: KeyedJaggedTensor, mean_features: NDArray[np.bool_]) -> 
         stride=None if variable else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
         inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def written_out(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same batch with every sample of every feature, from one whose features keep distinct samples only.
+
+    Raises ValueError without the inverse indices that say which sample is which.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise ValueError("features of variable batch size need inverse indices, which are missing")
+    names, samples = inverse
+    lengths = features.lengths().numpy()
+    starts = np.cumsum(lengths) - lengths
+    first_bags = np.cumsum([0, *features.stride_per_key()])
+    bags = np.concatenate(
+        [first_bags[key] + samples[names.index(name)].numpy() for key, name in enumerate(features.keys())]
+    )
+    places = concatenated_ranges(starts[bags], lengths[bags])
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values()[places],
+        weights=None if weights is None else weights[places],
+        lengths=torch.from_numpy(lengths[bags]),
+        stride=samples.shape[1],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptim
 
 from recsys_tpu.embeddings.dense_tables import DenseTables
 from recsys_tpu.embeddings.fused_params import parse_fused_params
-from recsys_tpu.embeddings.fused_tables import FusedTables, PooledInput, SequenceInput
+from recsys_tpu.embeddings.fused_tables import FusedTables, PooledInput
 from recsys_tpu.embeddings.stacks import LocalTable
+from recsys_tpu.kernels.batch import LookupBatch
 
 
 def local_tables(config: GroupedEmbeddingConfig) -> list[LocalTable]:
@@ -163,7 +164,7 @@ class FusedKernel(_Fused, BaseBatchedEmbeddingBag[Tensor]):
         return self._emb_module(batch)
 
 
-class FusedSequenceKernel(_Fused, BaseBatchedEmbedding[Tensor]):
+class FusedSequenceKernel(_Fused, BaseBatchedEmbedding[list[Tensor]]):
     """Unpooled embeddings of a group of tables, trained by the fused optimizer in its backward."""
 
     def __init__(
@@ -172,21 +173,14 @@ class FusedSequenceKernel(_Fused, BaseBatchedEmbedding[Tensor]):
         super().__init__(config, pg, device)
         self._make(config, pg, device)
 
-    def forward(self, batch: SequenceInput) -> Tensor:
-        return self._emb_module.sequence(batch)
+    def forward(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
+        return self._emb_module.sequence(batches)
 
 
-class DenseKernel(_TableSlices, BaseBatchedEmbeddingBag[Tensor]):
-    """Pooled embeddings of replicated tables, trained by any optimizer from their gradients."""
+class _Dense(_TableSlices):
+    """A TorchRec kernel over `DenseTables`: one ordinary parameter a stack."""
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup | None,
-        device: torch.device,
-        sharding_type: ShardingType | None = None,
-    ) -> None:
-        super().__init__(config, pg, device, sharding_type)
+    def _make(self: Any, config: GroupedEmbeddingConfig, device: torch.device) -> None:
         self._emb_module = DenseTables(
             local_tables(config),
             feature_tables(config),
@@ -198,18 +192,46 @@ class DenseKernel(_TableSlices, BaseBatchedEmbeddingBag[Tensor]):
         self.init_parameters()
 
     @property
-    def emb_module(self) -> DenseTables:
-        return self._emb_module
-
-    def forward(self, batch: PooledInput) -> Tensor:
-        return self._emb_module(batch)
+    def emb_module(self: Any) -> DenseTables:
+        tables: DenseTables = self._emb_module
+        return tables
 
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         for stack, parameter in zip(self._emb_module.stacks, self._emb_module.weights, strict=True):
             names = "/".join(self._emb_module.tables[index].name for index in stack.tables)
             yield append_prefix(prefix, f"{names}.weight"), parameter
+
+
+class DenseKernel(_Dense, BaseBatchedEmbeddingBag[Tensor]):
+    """Pooled embeddings of replicated tables, trained by any optimizer from their gradients."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        super().__init__(config, pg, device, sharding_type)
+        self._make(config, device)
+
+    def forward(self, batch: PooledInput) -> Tensor:
+        return self._emb_module(batch)
+
+
+class DenseSequenceKernel(_Dense, BaseBatchedEmbedding[list[Tensor]]):
+    """Unpooled embeddings of replicated tables: `pool` with a bag for every id."""
+
+    def __init__(
+        self, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        super().__init__(config, pg, device)
+        self._make(config, device)
+
+    def forward(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
+        return self._emb_module.pool(batches)
 
 
 def _fused(parameter: Any, optimizer: FusedOptimizer) -> Any:

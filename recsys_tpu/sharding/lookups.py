@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -46,6 +46,13 @@ class SortedFeatures:
     groups: list[list[SortedIds]]
     pieces: Pieces | None
 
+    shared_sizes: ClassVar[list[tuple[int, int]]] = []
+    smallest_shared: ClassVar[list[int]] = []
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return [stack.sizes for group in self.groups for stack in group]
+
 
 @dataclass(frozen=True)
 class LookupInput:
@@ -54,6 +61,8 @@ class LookupInput:
     num_samples: int
     groups: list[PooledInput]
     pieces: Pieces | None
+
+    num_shared: ClassVar[int] = 0
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):

@@ -66,6 +66,17 @@ def host_times(model: nn.Module) -> HostTimes:
     return total
 
 
+def buffer_metrics(model: nn.Module) -> dict[str, float]:
+    """What static shapes have cost all sharded modules of a model so far: padding, late sizes, shapes."""
+    counters = [module.capacity_counters for module in modules_that_prepare(model)]
+    slots = sum(counter.id_slots for counter in counters)
+    return {
+        "padding_waste": 1 - sum(counter.ids for counter in counters) / slots if slots else 0.0,
+        "late_buffer_sizes": float(sum(counter.late for counter in counters)),
+        "buffer_shapes": float(sum(len(counter.shapes) for counter in counters)),
+    }
+
+
 class TpuTrainPipeline(TrainPipelineBase[Any, Any]):
     """TorchRec's train pipeline with the host `depth` batches ahead.
 

@@ -56,6 +56,7 @@ def shard_model(
             validate=config.sharding.validate_ids,
             exchange=config.sharding.exchange,
             max_ids_per_sample=max_ids_per_sample,
+            deduplicate=config.sharding.deduplicate,
         )
     ]
     topology = _topology(runtime, config)

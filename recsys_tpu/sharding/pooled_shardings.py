@@ -11,15 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_sharding import (
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.distributed.types import Awaitable, NoWait, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
 from recsys_tpu.sharding.host import MeanFoldingInputDist, on_host
@@ -93,6 +98,49 @@ class TableWise(_OnHost, TwPooledEmbeddingSharding):
 
 class RowWise(_OnHost, RwPooledEmbeddingSharding):
     sharding_type = ShardingType.ROW_WISE
+
+    def create_output_dist(self, device: torch.device | None = None) -> RowWiseOutputDist:
+        assert self._pg is not None
+        return RowWiseOutputDist(self._pg, self.embedding_dims(), self.qcomm_codecs_registry)
+
+
+class RowWiseOutputDist(RwPooledEmbeddingDist):
+    """TorchRec's, with batch sizes of their own for each feature on every backend.
+
+    TorchRec reduces and scatters uneven parts, which needs NCCL; here they are exchanged, then summed.
+    """
+
+    def forward(
+        self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
+    ) -> Awaitable[Tensor]:
+        if sharding_ctx is None or not sharding_ctx.variable_batch_per_feature:
+            return super().forward(local_embs, sharding_ctx)
+        sizes = [
+            sum(samples * dim for samples, dim in zip(of_rank, self._embedding_dims, strict=True))
+            for of_rank in sharding_ctx.batch_size_per_rank_per_feature
+        ]
+        return NoWait(_SummedParts.apply(local_embs, sizes, self._pg))
+
+
+class _SummedParts(torch.autograd.Function):
+    """Part r of every rank's flat input, `sizes[r]` long, summed on rank r."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        mine = [sizes[group.rank()]] * group.size()
+        arrived = flat.new_empty(sum(mine))
+        dist.all_to_all_single(arrived, flat.contiguous(), mine, sizes, group=group)
+        return arrived.view(group.size(), -1).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ranks = ctx.group.size()
+        gradient = grads[0] / ranks if get_gradient_division() else grads[0]
+        arrived = gradient.new_empty(sum(ctx.sizes))
+        sent = [len(gradient)] * ranks
+        dist.all_to_all_single(arrived, gradient.repeat(ranks), ctx.sizes, sent, group=ctx.group)
+        return arrived, None, None
 
 
 class ColumnWise(_OnHost, _InTableOrder, CwPooledEmbeddingSharding):

@@ -21,7 +21,14 @@ TIMEOUT_S = 580
 REPOSITORY = Path(__file__).parents[2]
 
 
-def on_ranks(function: str, world: int, device: str, *args: Any, host_size: int | None = None) -> list[Any]:
+def on_ranks(
+    function: str,
+    world: int,
+    device: str,
+    *args: Any,
+    host_size: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Any]:
     """`function(runtime, *args)` on each rank; results in the order of the ranks.
 
     function: "module:name", imported by each rank after its device is activated.
@@ -35,7 +42,7 @@ def on_ranks(function: str, world: int, device: str, *args: Any, host_size: int 
         local = host_size or world
         processes = [_start(rank, world, local, port, device, function, folder) for rank in range(world)]
         try:
-            _wait(processes, folder)
+            _wait(processes, folder, timeout_s)
         finally:
             for process in processes:
                 process.kill()
@@ -65,8 +72,8 @@ def _start(
         return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
         if failed or time.monotonic() > deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.sharding.embedding_collection import TpuEmbeddingCollectionSharder
-from tests.sharding.sharded import pieces, shard, sharding_of
+from tests.sharding.sharded import dense_optimizer, pieces, shard, sharding_of
 from tests.sharding.training import Case, batch_of
 
 RATE = 0.1
@@ -41,12 +42,20 @@ class Sequences(torch.nn.Module):
 
 def sequence_loss(case: Case, output: dict[str, JaggedTensor], samples: int) -> Tensor:
     """Each id counts by its place in its bag: rows that come back in another order change it."""
-    total = torch.zeros(())
+    device = output[min(output)].values().device
+    total = torch.zeros((), device=device)
     for name in sorted(output):
-        jagged = output[name]
-        place = torch.cat([torch.arange(int(n)) for n in jagged.lengths()]) if len(jagged.values()) else 0
-        direction = torch.linspace(-1, 1, case.tables[0].dim)
-        total = total + ((jagged.values() @ direction) * (1 + place) - 1).square().sum()
+        values, lengths = output[name].values(), output[name].lengths().cpu()
+        count = int(lengths.sum())
+        assert len(values) >= count and not values[count:].any(), "padding must be zero"
+        place = torch.cat([torch.zeros(0), *(torch.arange(int(n)) for n in lengths)])
+        weight = torch.zeros(len(values))
+        weight[:count] = 1 + place
+        direction = torch.linspace(-1, 1, case.tables[0].dim, device=device)
+        # What lies behind the ids is given a gradient that must not arrive anywhere.
+        used = (torch.arange(len(values)) < count).float()
+        term = (values @ direction * weight.to(device) - 1).square() * used.to(device)
+        total = total + term.sum() + (values * (1 - used[:, None]).to(device)).sum()
     return total / samples
 
 
@@ -66,10 +75,11 @@ def _train_sequences(runtime: Runtime, case: Case) -> dict[str, Any]:
         sharder=sharder,
         local_size=world,
         world_size=world,
-        device_type="cpu",
+        device_type=runtime.device.type,
     )
     for sharding in plan.values():
-        sharding.compute_kernel = "fused"
+        if sharding.sharding_type != "data_parallel":
+            sharding.compute_kernel = "fused"
     dmp = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(runtime.process_group),
@@ -78,14 +88,22 @@ def _train_sequences(runtime: Runtime, case: Case) -> dict[str, Any]:
         sharders=[sharder],
     )
     dmp.load_state_dict({f"ec.{name}": value for name, value in sequence_tables(case).items()})
-    losses = []
+    dense = dense_optimizer(dmp, replace(case, optimizer="adagrad", rate=RATE))
+    losses: list[float] = []
+    shapes: set[tuple[int, ...]] = set()
     for step in range(case.steps):
         output = dmp.module.ec(batch_of(case, step, runtime.rank, world)).wait()
         loss = sequence_loss(case, output, case.batch // world)
+        if dense is not None:
+            dense.zero_grad()
         loss.backward()
+        if dense is not None:
+            dense.step()
         losses.append(float(loss.detach()))
+        shapes.add(tuple(len(output[name].values()) for name in sorted(output)))
+    counters = dmp.module.ec.capacity_counters
     tables = {name: pieces(value) for name, value in dmp.module.ec.state_dict().items()}
-    return {"losses": losses, "tables": tables}
+    return {"losses": losses, "tables": tables, "shapes": shapes, "late": counters.late}
 
 
 def sequence_tables(case: Case) -> dict[str, Tensor]:

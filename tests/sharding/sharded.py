@@ -12,7 +12,9 @@ from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from recsys_tpu.kernels.batch import Optimizer
 from recsys_tpu.runtime import Runtime
+from recsys_tpu.sharding.clipping import GlobalNormClipping
 from recsys_tpu.sharding.embedding_bag_collection import TpuEmbeddingBagCollectionSharder
 from recsys_tpu.sharding.pipeline import prepared_ahead
 from tests.sharding.training import Case, Model, batch_of, initial_tables, loss_of
@@ -22,6 +24,7 @@ OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adam": EmbOptimType.ADAM,
+    "ftrl": Optimizer.FTRL,
 }
 
 
@@ -36,6 +39,8 @@ def sharding_of(table: Any, world: int, local: int | None = None) -> Any:
             return plans.row_wise()
         case "column_wise":
             return plans.column_wise(ranks=[rank % world for rank in table.ranks])
+        case "table_column_wise":
+            return plans.column_wise(ranks=[rank % world for rank in table.ranks])
         case "table_row_wise":
             return plans.table_row_wise(host_index=hosts[0])
         case "grid_shard":
@@ -49,7 +54,9 @@ def shard(case: Case, runtime: Runtime, **sharder_options: Any) -> DistributedMo
     """The model of a case, sharded by its plan, with the case's initial tables loaded."""
     world, device = runtime.world_size, runtime.device
     params = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": case.rate, "eps": 1e-8}
-    sharder = TpuEmbeddingBagCollectionSharder(fused_params=params, **sharder_options)
+    sharder = TpuEmbeddingBagCollectionSharder(
+        fused_params=params, deduplicate=case.deduplicate, **sharder_options
+    )
     model = Model(case)
     generators = {
         f"t{index}": sharding_of(table, world, runtime.local_world_size)
@@ -63,9 +70,10 @@ def shard(case: Case, runtime: Runtime, **sharder_options: Any) -> DistributedMo
         world_size=world,
         device_type=device.type,
     )
-    for sharding in plan.values():
-        if sharding.sharding_type != "data_parallel":
-            sharding.compute_kernel = "fused"
+    for index, table in enumerate(case.tables):
+        plan[f"t{index}"].sharding_type = table.sharding
+        if table.sharding != "data_parallel":
+            plan[f"t{index}"].compute_kernel = "fused"
     dmp = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(runtime.process_group),
@@ -104,11 +112,13 @@ def train_steps(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """This rank's losses of some steps, and its outputs of the first of them."""
     dense = dense_optimizer(dmp, case)
+    clipping = None if case.max_norm is None else GlobalNormClipping(dmp, case.max_norm)
     losses, first = [], {}
     batches = (batch_of(case, step, runtime.rank, runtime.world_size) for step in steps)
     if case.ahead:
         batches = prepared_ahead(dmp, batches, depth=case.ahead, features_of=lambda features: features)
-    for batch in batches:
+    for step, batch in zip(steps, batches, strict=True):
+        set_rate(case.rate_of(step), dmp, dense)
         output = dmp.module.ebc(batch)
         names = output.keys()
         columns = dict(zip(names, output.length_per_key(), strict=True))
@@ -117,11 +127,21 @@ def train_steps(
         if dense is not None:
             dense.zero_grad()
         loss.backward()
+        if clipping is not None:
+            clipping.apply()
         dmp.fused_optimizer.step()
         if dense is not None:
             dense.step()
         losses.append(float(loss.detach()))
     return losses, first
+
+
+def set_rate(rate: float, dmp: DistributedModelParallel, dense: KeyedOptimizerWrapper | None) -> None:
+    """As a learning rate scheduler does it."""
+    for optimizer in (dmp.fused_optimizer, dense):
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["lr"] = rate
+    dmp.fused_optimizer.zero_grad()
 
 
 def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:

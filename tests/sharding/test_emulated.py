@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from recsys_tpu.emulation import requirements
 from tests.sharding import training
 from tests.sharding.ranks import on_ranks
+from tests.sharding.test_sequence_and_vbe import SEQUENCES, check_sequences, sequence_case
 from tests.sharding.test_training import TRAIN, check_equal
 from tests.sharding.training import Case, Table
 
@@ -31,13 +34,26 @@ CASES = [
     Case(small("row_wise"), optimizer="rowwise_adagrad", steps=4, ahead=2),
     Case(small("column_wise"), optimizer="adagrad", steps=4),
     Case(small("data_parallel"), optimizer="sgd", steps=4),
+    Case(small("table_row_wise"), steps=3),
+    Case(small("row_wise"), steps=4, deduplicate=True, max_norm=0.3),
 ]
+SEQUENCE_CASES = [replace(sequence_case(kind), steps=4) for kind in SEQUENCES]
 
 
 def test_sharded_training_on_the_emulated_device_equals_unsharded_training() -> None:
     results = on_ranks(TRAIN, 2, "tpu-emulated", CASES)
     for index, case in enumerate(CASES):
         check_equal(case, [rank[index] for rank in results], training.train_unsharded(case))
+
+
+def test_unpooled_embeddings_on_the_emulated_device_keep_their_shapes_and_equal_unsharded_training() -> None:
+    results = on_ranks("tests.sharding.sequence_and_vbe:train_sequences", 2, "tpu-emulated", SEQUENCE_CASES)
+    for index, case in enumerate(SEQUENCE_CASES):
+        ranks = [rank[index] for rank in results]
+        check_sequences(case, ranks)
+        assert all(len(rank["shapes"]) == 1 and rank["late"] == 0 for rank in ranks), (
+            "shapes follow the batch"
+        )
 
 
 @pytest.mark.parametrize(("sharding", "ranks"), [("row_wise", 1), ("data_parallel", 1), ("table_wise", 2)])

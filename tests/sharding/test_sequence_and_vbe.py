@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,43 +16,58 @@ MODULE = "tests.sharding.sequence_and_vbe"
 
 
 def sequence_case(sharding: str) -> Case:
-    ranks = (0, 1) if sharding == "column_wise" else (0,)  # TorchRec wants equal column shards
+    ranks = (0, 1) if sharding == "column_wise" else (0,)
     tables = (
         Table(30, 8, ("a", "b"), sharding, ranks=ranks),
-        Table(5, 8, ("c",), sharding, ranks=ranks[::-1]),
+        Table(5, 8, ("c", "b"), sharding, ranks=ranks[::-1]),
+        Table(1, 8, ("d",), sharding, ranks=(1,)),  # a column shard of another width; more ranks than rows
     )
     return Case(tables, steps=6)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_sequences_equal_unsharded_training(world: int) -> None:
+SEQUENCES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+def mixed_sequences() -> Case:
+    return Case(tuple(Table(20 + i, 8, (f"f{i}", "all"), kind, (i,)) for i, kind in enumerate(SEQUENCES)))
+
+
+def check_sequences(case: Case, ranks: list[dict[str, Any]], rtol: float = 1e-5) -> None:
     from tests.sharding.sequence_and_vbe import train_sequences_unsharded
 
-    cases = [sequence_case(kind) for kind in ("table_wise", "row_wise", "column_wise")]
+    expected = train_sequences_unsharded(case)
+    losses = np.mean([rank["losses"] for rank in ranks], axis=0)
+    np.testing.assert_allclose(losses, expected["losses"], rtol=rtol)
+    for name, value in expected["tables"].items():
+        pieces = [rank["tables"][name] for rank in ranks]
+        if case.tables[int(name.split(".")[1][1:])].sharding == "data_parallel":
+            pieces = pieces[:1]
+        found = training.assembled(pieces, value.shape)
+        torch.testing.assert_close(found, value, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sequences_equal_unsharded_training(world: int) -> None:
+    cases = [*map(sequence_case, SEQUENCES), mixed_sequences()]
     results = on_ranks(f"{MODULE}:train_sequences", world, "cpu", cases)
     for index, case in enumerate(cases):
-        expected = train_sequences_unsharded(case)
-        ranks = [rank[index] for rank in results]
-        losses = np.mean([rank["losses"] for rank in ranks], axis=0)
-        np.testing.assert_allclose(losses, expected["losses"], rtol=1e-5)
-        for name, value in expected["tables"].items():
-            found = training.assembled([rank["tables"][name] for rank in ranks], value.shape)
-            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+        check_sequences(case, [rank[index] for rank in results])
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_variable_batch_sizes_equal_the_written_out_batch(world: int) -> None:
-    # TorchRec's uneven reduce-scatter has no backward on gloo, so row-wise only on one rank.
-    kinds = ("table_wise", "column_wise") if world > 1 else ("table_wise", "column_wise", "row_wise")
+    kinds = ("table_wise", "column_wise", "row_wise")
     cases = [
         Case(
             (
                 Table(30, 8, ("a", "b"), kind),
                 Table(9, 4, ("c",), kind, ranks=(1, 0)),
-                Table(7, 8, ("d",), kind),
-            )
+                Table(7, 8, ("d",), kind, mean=True),
+            ),
+            deduplicate=deduplicate,
         )
         for kind in kinds
+        for deduplicate in (False, True)
     ]
     for rank in on_ranks(f"{MODULE}:variable_batches", world, "cpu", cases):
         for outcome in rank:

@@ -6,13 +6,13 @@ optimizers, applied to the rows that the batch touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -42,6 +42,13 @@ class Case:
         "column_wise",
     )  # types that make a column shard of each of a table's ranks
     ahead: int = 0  # batches that the host prepares ahead
+    deduplicate: bool = False  # before the exchange
+    max_norm: float | None = None  # of all gradients together
+    decaying: bool = False  # learning rate
+    bf16: bool = False
+
+    def rate_of(self, step: int) -> float:
+        return self.rate / (1 + step) if self.decaying else self.rate
 
     @property
     def features(self) -> list[str]:
@@ -56,6 +63,7 @@ def configs(case: Case) -> list[EmbeddingBagConfig]:
             name=f"t{index}",
             feature_names=list(table.features),
             pooling=PoolingType.MEAN if table.mean else PoolingType.SUM,
+            data_type=DataType.BF16 if case.bf16 else DataType.FP32,
         )
         for index, table in enumerate(case.tables)
     ]
@@ -64,9 +72,16 @@ def configs(case: Case) -> list[EmbeddingBagConfig]:
 def initial_tables(case: Case) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(case.seed)
     return {
-        f"embedding_bags.t{index}.weight": torch.randn(table.rows, table.dim, generator=generator) * 0.3
+        f"embedding_bags.t{index}.weight": stored(
+            case, torch.randn(table.rows, table.dim, generator=generator) * 0.3
+        )
         for index, table in enumerate(case.tables)
     }
+
+
+def stored(case: Case, values: Tensor) -> Tensor:
+    """Float32 values as the case's tables hold them."""
+    return values.bfloat16().float() if case.bf16 else values
 
 
 class Model(nn.Module):
@@ -120,7 +135,7 @@ def batch_of(case: Case, step: int, rank: int = 0, world: int = 1) -> KeyedJagge
 
 def train_unsharded(case: Case) -> dict[str, Any]:
     """Losses, first outputs, tables and optimizer states after `case.steps` steps in one process."""
-    model = Model(case)
+    model = Model(replace(case, bf16=False))
     model.ebc.load_state_dict(initial_tables(case))
     states: dict[str, dict[str, Tensor]] = {name: {} for name in model.ebc.state_dict()}
     losses = []
@@ -135,6 +150,8 @@ def train_unsharded(case: Case) -> dict[str, Any]:
         model.zero_grad()
         loss.backward()
         losses.append(float(loss))
+        if case.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
         for index, table in enumerate(case.tables):
             name = f"embedding_bags.t{index}.weight"
             parameter = dict(model.ebc.named_parameters())[name]
@@ -162,7 +179,7 @@ def update(
     shards: int,
 ) -> None:
     """One step of the case's optimizer on `rows`, from the formulas of the papers.  shards: column shards."""
-    g = gradient[rows].double()
+    g, rate = gradient[rows].double(), case.rate_of(step - 1)
     if case.optimizer == "sgd":
         change = g
     elif case.optimizer == "rowwise_adagrad":
@@ -175,6 +192,14 @@ def update(
         total = state.setdefault("momentum1", torch.zeros(table.shape, dtype=torch.float64))
         total[rows] += g.square()
         change = g / (total[rows].sqrt() + 1e-8)
+    elif case.optimizer == "ftrl":
+        z = state.setdefault("momentum1", torch.zeros(table.shape, dtype=torch.float64))
+        n = state.setdefault("n", torch.zeros(table.shape, dtype=torch.float64))
+        sigma = ((n[rows] + g.square()).sqrt() - n[rows].sqrt()) / rate
+        z[rows] += g - sigma * table[rows].double()
+        n[rows] += g.square()
+        table[rows] = stored(case, (-z[rows] * rate / (1 + n[rows].sqrt())).float())
+        return
     else:
         assert case.optimizer == "adam"
         m = state.setdefault("momentum1", torch.zeros(table.shape, dtype=torch.float64))
@@ -182,7 +207,7 @@ def update(
         m[rows] = 0.9 * m[rows] + 0.1 * g
         v[rows] = 0.999 * v[rows] + 0.001 * g.square()
         change = (m[rows] / (1 - 0.9**step)) / ((v[rows] / (1 - 0.999**step)).sqrt() + 1e-8)
-    table[rows] -= (case.rate * change).float()
+    table[rows] = stored(case, (table[rows].double() - rate * change).float())
 
 
 def assembled(ranks: list[list[tuple[list[int], Tensor]]], shape: torch.Size) -> Tensor:
