@@ -17,18 +17,21 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_tpu.checkpoint import CheckpointStore, TrainerState, load_tensors, read_trainer_state
+from recsys_tpu.checkpoint_storage import flat
 from recsys_tpu.config import Config, dump_config
 from recsys_tpu.embeddings.initialization import initialize_tables
 from recsys_tpu.errors import PreemptedError, TrainingDivergedError
 from recsys_tpu.numerics import SpikeWatch, first_bad_tensor, gradient_norm
 from recsys_tpu.optimizers import LearningRateSchedule, build_optimizer, fuse_table_optimizer
+from recsys_tpu.plain_state import load_plain, read_plain
 from recsys_tpu.preemption import StopVote
 from recsys_tpu.protocol.run import ProtocolRun
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.runtime.peers import PeerWatch
 from recsys_tpu.sharding.canonical_state import canonical_state, restore_state
-from recsys_tpu.sharding.pipeline import host_times, prepared_ahead
+from recsys_tpu.sharding.clipping import GlobalNormClipping
+from recsys_tpu.sharding.pipeline import buffer_metrics, host_times, prepared_ahead
 from recsys_tpu.sharding.placement import shard_model
 from recsys_tpu.step_timer import StepTimer
 from recsys_tpu.tasks import Metrics, Task, build_task
@@ -56,6 +59,9 @@ class Trainer:
         self.model = self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer.dense)
         self.schedule = LearningRateSchedule(self.optimizer, config.optimizer.schedule, self.total_steps)
+        max_norm = config.optimizer.max_gradient_norm
+        self.clipping = None if max_norm is None else GlobalNormClipping(self.model, max_norm)
+        self.gradient_norm: Tensor | None = None  # of all gradients, before clipping
         self.store = CheckpointStore(self.directory / "checkpoints", keep=config.train.keep_checkpoints)
         self.timer = StepTimer(runtime.synchronize)
         self.stop = StopVote()
@@ -223,6 +229,8 @@ class Trainer:
         with self.timer.phase("backward"):
             loss.backward()
         with self.timer.phase("optimizer"):
+            if self.clipping is not None:
+                self.gradient_norm = self.clipping.apply()
             self.optimizer.step()
         self.timer.step_done()
         self.runtime.compile_watch.step_done()
@@ -242,6 +250,8 @@ class Trainer:
                 self.log.event("loss_spike", step, {"loss": value})
         norm = gradient_norm(self.model.parameters())
         norms = {} if norm is None else {"dense_gradient_norm": float(norm)}
+        if self.gradient_norm is not None:
+            norms["gradient_norm"] = float(self.gradient_norm)
         rate = steps * self.config.train.batch_size / max(seconds, 1e-9)
         left = (self.total_steps - self.step) * seconds / max(steps, 1)
         phases = {f"ms_{name}": value for name, value in self.timer.report().items()}
@@ -254,6 +264,7 @@ class Trainer:
                 "eta_seconds": left,
                 **norms,
                 **phases,
+                **buffer_metrics(self.model),
             },
         )
         self.runtime.compile_watch.expect_so_far()
@@ -326,6 +337,7 @@ class Trainer:
     def _resume(self) -> None:
         wanted = self.config.train.resume
         if wanted == "never":
+            self._start_from_plain()
             return
         if wanted == "auto":
             checkpoint = self.store.newest_intact(self.log.message)
@@ -334,9 +346,29 @@ class Trainer:
             self.store.verify(checkpoint)
         if checkpoint is None:
             self.log.message(f"train.resume=auto: no checkpoint in {self.store.directory}, starting new")
+            self._start_from_plain()
             return
         self.load(checkpoint)
         self.log.message(f"resumed from {checkpoint} at step {self.step}")
+
+    def _start_from_plain(self) -> None:
+        """Takes weights, and optimizer state if it is there, from a state_dict of whole tensors."""
+        train = self.config.train
+        if train.start_from is None:
+            return
+        content = read_plain(train.start_from)
+        options: Any = {"path": train.start_from, "partial": train.start_partial, "grow": train.grow_tables}
+        model = self.model.state_dict()
+        report = load_plain(model, content["model"], **options)
+        self.model.load_state_dict(model)
+        self.log.message(f"started from {train.start_from}: {report}")
+        if "optimizer" in content:
+            self.optimizer.init_state()
+            state = canonical_state(self.model, self.optimizer.state_dict()["state"])
+            options["partial"] = True  # a rank has the state of its own tables only
+            load_plain(flat(state), content["optimizer"], **options)
+            restore_state(self.model, state)
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # restored in place; takes it over
 
     # ---- reports
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from recsys_tpu.checkpoint import CheckpointStore, TrainerState
+from recsys_tpu.plain_state import load_plain, read_checkpoint, read_plain
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.sharding.canonical_state import canonical_state, restore_state
 from tests.sharding.sharded import shard, train_steps
@@ -47,6 +49,14 @@ def load_and_continue(runtime: Runtime, jobs: list[tuple[Case, str, int]]) -> li
     return results
 
 
+def save_and_continue(
+    runtime: Runtime, saving: tuple[Case, str], loading: tuple[Case, str, int]
+) -> list[dict[str, Any]]:
+    """Both in one set of processes: trains and saves one run, and continues another."""
+    train_and_save(runtime, [saving])
+    return load_and_continue(runtime, [loading])
+
+
 def resave(runtime: Runtime, jobs: list[tuple[Case, str, str]]) -> None:
     """Loads a checkpoint under the case's plan and saves it again."""
     for case, folder, again in jobs:
@@ -56,6 +66,20 @@ def resave(runtime: Runtime, jobs: list[tuple[Case, str, str]]) -> None:
         dmp.load_state_dict(target["model"])
         restore_state(dmp, target["optimizer"])
         dcp.save(tensors(dmp), checkpoint_id=again)
+
+
+def through_plain(runtime: Runtime, case: Case, folder_name: str) -> None:
+    """Takes in.pt (smaller tables) into a sharded model, saves a checkpoint, and writes that as out.pt."""
+    folder = Path(folder_name)
+    dmp = shard(case, runtime)
+    state = dmp.state_dict()
+    load_plain(state, read_plain(folder / "in.pt")["model"], path=folder / "in.pt", grow=True)
+    dmp.load_state_dict(state)
+    store = CheckpointStore(folder / "checkpoints", keep=1)
+    saved = store.save(tensors(dmp), TrainerState(1, runtime.world_size, {}, {}), "")
+    store.wait()
+    if runtime.rank == 0:
+        torch.save(read_checkpoint(saved), folder / "out.pt")
 
 
 def read_whole(folder: str | Path) -> dict[str, torch.Tensor]:

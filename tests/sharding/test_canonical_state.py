@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,22 @@ def test_training_goes_on_with_the_same_losses(saved: dict[tuple[str, str], Path
         whole_run = training.train_unsharded(Case(case.tables, optimizer=case.optimizer, steps=6 + MORE))
         losses = np.mean([rank[index]["losses"] for rank in results], axis=0)
         np.testing.assert_allclose(losses, whole_run["losses"][6:], rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_and_four_ranks_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
+    two, four = str(tmp_path / "two"), str(tmp_path / "four")
+    case, other = case_of("row_wise", "rowwise_adagrad"), case_of("table_wise", "rowwise_adagrad")
+    on_ranks("tests.sharding.resharding:train_and_save", 2, "cpu", [(case, two)])
+    on_four = on_ranks(
+        "tests.sharding.resharding:save_and_continue", 4, "cpu", (case, four), (case, two, MORE)
+    )
+    on_two = on_ranks("tests.sharding.resharding:load_and_continue", 2, "cpu", [(other, four, MORE)])
+    expected = training.train_unsharded(replace(case, steps=6 + MORE))["losses"][6:]
+    for ranks in (on_four, on_two):
+        losses = np.mean([rank[0]["losses"] for rank in ranks], axis=0)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def close(value: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-5) -> None:
