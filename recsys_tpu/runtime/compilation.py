@@ -74,10 +74,15 @@ class CompileWatch:
         compiled_programs: names of the programs that the device's own compiler has built after the first
             so many, where that can be asked (the emulated device).  They catch eager operators that meet
             a new shape, which Dynamo does not see.
+        synchronize: waits for the device.  Programs are built in the background, and the host runs ahead:
+            without it those of the warm-up would be found in later steps.
     """
 
     def __init__(
-        self, warmup_steps: int, compiled_programs: Callable[[int], list[str]] | None = None
+        self,
+        warmup_steps: int,
+        compiled_programs: Callable[[int], list[str]] | None = None,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
         self.warmup_steps = warmup_steps
         self.warmup: list[Compilation] = []
@@ -85,6 +90,7 @@ class CompileWatch:
         self.first_step_compile_s = 0.0
         self._step = 0
         self._compiled_programs = compiled_programs
+        self._synchronize = synchronize
         self._programs_seen = len(compiled_programs(0)) if compiled_programs else 0
         self._last_seen = _last(_dynamo_records())
         self._graph_breaks = _graph_break_reasons()
@@ -93,6 +99,8 @@ class CompileWatch:
     def step_done(self) -> list[Compilation]:
         """Call after each step; returns (and warns about) compilations after the warm-up."""
         self._step += 1
+        if self._step <= self.warmup_steps and self._synchronize:
+            self._synchronize()
         found = self._new_dynamo() + self._new_graph_breaks()
         found += self._new_device_programs(any_dynamo=bool(found))
         if self._step == 1:

@@ -53,7 +53,9 @@ class Runtime:
         self.local_rank = ranks.local_rank
         self.local_world_size = ranks.local_world_size
         self.process_group = group
-        self.compile_watch = compilation.CompileWatch(settings.warmup_steps, _compiled_programs(kind))
+        self.compile_watch = compilation.CompileWatch(
+            settings.warmup_steps, _compiled_programs(kind), self.synchronize if kind != "cpu" else None
+        )
 
     @classmethod
     def start(cls, settings: RuntimeConfig | None = None) -> Runtime:
