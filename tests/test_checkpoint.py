@@ -410,3 +410,9 @@ def _whole(value) -> torch.Tensor:
         return value
     ((_, tensor),) = value.shards
     return tensor
+
+
+def test_dlrm_pr_8_a_run_without_evaluation_steps_still_saves(tmp_path):
+    config = tiny_config(tmp_path, train__max_steps=3, train__eval_every=0)
+    run(config)
+    assert [path.name for path in (config.run.directory / "checkpoints").iterdir()] == ["step_00000003"]

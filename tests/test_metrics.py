@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss
 
@@ -8,6 +8,7 @@ from recsys_tpu.data.metadata import DatasetError
 from recsys_tpu.metrics import click_metrics
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 200), st.floats(0.1, 5))
 def test_equal_to_definitions(seed: int, rows: int, spread: float) -> None:
     rng = np.random.default_rng(seed)
@@ -37,3 +38,11 @@ def test_extreme_logits_stay_finite() -> None:
 def test_one_class_is_an_error(labels: list[int], kind: str) -> None:
     with pytest.raises(DatasetError, match=kind):
         click_metrics(labels, [0.1, 0.2])
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_xlearn_217_an_evaluation_of_one_class(label):
+    with pytest.raises(
+        DatasetError, match=f"has no {'positives' if label == 0 else 'negatives'}: AUC does not"
+    ):
+        click_metrics([label] * 5, [0.0] * 5)
