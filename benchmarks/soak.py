@@ -103,7 +103,8 @@ def _report(
     left = sorted(path.name for path in checkpoints.iterdir())
     evaluations = sum(event["event"] == "test" for event in events)
     print(
-        f"{length / 60:.1f} min, {events[-1]['step']} steps, {evaluations} evaluations, last status {status}"
+        f"{length / 60:.1f} min, {events[-1]['step']} steps, {evaluations} evaluations, status {status}, "
+        f"highest memory seen {max(uss for _, uss, _ in samples) / 2**20:.1f} MiB"
     )
     checks = {
         f"memory (USS) {memory[0]:.1f} -> {memory[1]:.1f} MiB ({_change(memory)})": memory[1]

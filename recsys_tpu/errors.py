@@ -6,6 +6,8 @@ import errno
 import sys
 from collections.abc import Callable
 
+from recsys_tpu.redaction import redact
+
 
 class UserError(Exception):
     """Something in the config, the data or the machine; the message says what to do about it."""
@@ -58,4 +60,4 @@ def run_command(command: Callable[[], None]) -> None:
 
 
 def _print(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {redact(message)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a run says: a progress bar, `metrics.jsonl`, TensorBoard and `metrics.prom`. Only rank 0 writes."""
+"""What a run says: every rank its events; rank 0 the bar, `metrics.jsonl`, TensorBoard and `metrics.prom`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.tensorboard import SummaryWriter
 
 from recsys_tpu.prometheus import write_gauges
+from recsys_tpu.rank_log import RankLog
+from recsys_tpu.redaction import redact
 
 
 class RunLog:
-    """One per process; on ranks other than 0 every call does nothing."""
+    """One per process; ranks other than 0 only write their events to `logs/` (see `RankLog`)."""
 
     def __init__(self, directory: Path, *, rank: int) -> None:
         self._active, self.directory = rank == 0, directory
+        self._rank_log = RankLog(directory, rank)
         self.console = Console(quiet=not self._active, highlight=False, soft_wrap=True)
         if not self._active:
             return
@@ -52,10 +55,15 @@ class RunLog:
     def message(self, text: Any) -> None:
         """Print a line (or a rich renderable) above the bar."""
         if self._active:
-            self.console.print(text)
+            self.console.print(redact(text) if isinstance(text, str) else text)
+
+    def note(self, kind: str, *, level: str = "info", **values: Any) -> None:
+        """Append an event to this rank's log only."""
+        self._rank_log.event(kind, level=level, **values)
 
     def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl, and the numbers to TensorBoard and metrics.prom."""
+        """One line in this rank's log and metrics.jsonl; the numbers go to TensorBoard and metrics.prom."""
+        self.note(kind, step=step, **values)
         if not self._active:
             return
         self._jsonl.write(json.dumps({"event": kind, "step": step, "time": time.time(), **values}) + "\n")
@@ -68,9 +76,9 @@ class RunLog:
 
     def train_steps(self, *, step: int, total: int, losses: list[float], values: dict[str, float]) -> None:
         """Log the steps up to `step` (their losses in order) with rates and phase times."""
+        self.event("train", step, {"loss": losses[-1], **values, "losses": losses})
         if not self._active:
             return
-        self.event("train", step, {"loss": losses[-1], **values, "losses": losses})
         rate = values["samples_per_second"]
         if self._progress:
             self._progress.update(self._task, completed=step, rate=rate, loss=losses[-1])
@@ -82,6 +90,7 @@ class RunLog:
         )
 
     def close(self) -> None:
+        self._rank_log.close()
         if self._active:
             self.stop_progress()
             self._jsonl.close()

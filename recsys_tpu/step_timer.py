@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 PHASES = ("data", "sparse_forward", "dense_forward", "backward", "optimizer")
 
@@ -13,37 +14,50 @@ PHASES = ("data", "sparse_forward", "dense_forward", "backward", "optimizer")
 class StepTimer:
     """Sums wall time per phase; `synchronize` waits for the device, so that a phase owns its work.
 
+    `mark` gives a context in which each phase runs, by its name (a profiler's).
+
     Waiting keeps a device from running ahead of the host, so on an asynchronous device only some steps
     are timed: set `active` for them.
 
     Attributes:
         current: the phase that is going on now, timed or not.
+        finished: the phases that have come to their end at least once.
     """
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
+    def __init__(
+        self,
+        synchronize: Callable[[], None],
+        mark: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._synchronize, self._mark = synchronize, mark
         self._seconds: dict[str, float] = defaultdict(float)
         self._steps = 0
         self._all_seconds: dict[str, float] = defaultdict(float)
         self._all_steps = 0
         self.active = True
         self.current = "start"
+        self.finished: set[str] = set()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body as part of `name`; a phase entered inside another is taken out of the outer one."""
         outer, self.current = self.current, name
-        if not self.active:
+        with self._mark(name):
+            if not self.active:
+                yield
+                self._leave(name, outer)
+                return
+            self._synchronize()
+            start = time.perf_counter()
+            inner_before = sum(self._seconds.values())
             yield
-            self.current = outer
-            return
-        self._synchronize()
-        start = time.perf_counter()
-        inner_before = sum(self._seconds.values())
-        yield
-        self._synchronize()
+            self._synchronize()
         inner = sum(self._seconds.values()) - inner_before
         self._seconds[name] += time.perf_counter() - start - inner
+        self._leave(name, outer)
+
+    def _leave(self, name: str, outer: str) -> None:
+        self.finished.add(name)
         self.current = outer
 
     def step_done(self) -> None:

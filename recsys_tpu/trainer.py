@@ -21,14 +21,17 @@ from recsys_tpu.checkpoint_storage import flat
 from recsys_tpu.config import Config, dump_config
 from recsys_tpu.embeddings.initialization import initialize_tables
 from recsys_tpu.errors import PreemptedError, TrainingDivergedError
+from recsys_tpu.host_memory import release_free_memory
 from recsys_tpu.numerics import SpikeWatch, first_bad_tensor, gradient_norm
 from recsys_tpu.optimizers import LearningRateSchedule, build_optimizer, fuse_table_optimizer
 from recsys_tpu.plain_state import load_plain, read_plain
 from recsys_tpu.preemption import StopVote
+from recsys_tpu.profiling import StepProfiler
 from recsys_tpu.protocol.run import ProtocolRun
 from recsys_tpu.run_log import RunLog
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.runtime.peers import PeerWatch
+from recsys_tpu.runtime.places import Patience
 from recsys_tpu.sharding.canonical_state import canonical_state, restore_state
 from recsys_tpu.sharding.clipping import GlobalNormClipping
 from recsys_tpu.sharding.pipeline import buffer_metrics, host_times, prepared_ahead
@@ -63,11 +66,17 @@ class Trainer:
         self.clipping = None if max_norm is None else GlobalNormClipping(self.model, max_norm)
         self.gradient_norm: Tensor | None = None  # of all gradients, before clipping
         self.store = CheckpointStore(self.directory / "checkpoints", keep=config.train.keep_checkpoints)
-        self.timer = StepTimer(runtime.synchronize)
+        self.profiler = StepProfiler(runtime, self.directory)
+        self.timer = StepTimer(runtime.synchronize, mark=self.profiler.phase)
         self.stop = StopVote()
         self.spikes = SpikeWatch()
         self.step = self._first_step = 0
-        self.peers = PeerWatch(lambda: (self.step + 1, self.timer.current))
+        self.peers = PeerWatch(
+            self._whereabouts,
+            short_s=config.runtime.collective_timeout_s,
+            long_s=config.runtime.compile_timeout_s,
+            on_end=lambda reason: self.log.note("failed", level="error", step=self.step, error=reason),
+        )
 
     def run(self) -> Metrics:
         """Train to the last step (from a checkpoint if so configured) and report the test metrics.
@@ -80,13 +89,19 @@ class Trainer:
         """
         try:
             with self.stop.listening():
-                return self._run()
+                metrics = self._run()
         except Exception as error:
             lost = self.peers.explain(error)
+            reason = lost or error
+            self.log.note(
+                "failed", level="error", step=self.step, error=str(reason), error_type=type(reason).__name__
+            )
             if lost is not None:
                 raise lost from error
             self.peers.fail(str(error))
             raise
+        self.log.note("finished", step=self.step)
+        return metrics
 
     def _run(self) -> Metrics:
         self._write_config()
@@ -113,9 +128,20 @@ class Trainer:
         return metrics
 
     def close(self) -> None:
+        self.profiler.close()
         self.peers.close()
         self.protocol.close()
         self.log.close()
+
+    def _whereabouts(self) -> tuple[int, str, Patience]:
+        """Step, phase, and whether other ranks may have to wait long for this one; called from a thread."""
+        phase = self.timer.current
+        if phase == "checkpoint" or self.step == self._first_step or self.runtime.compile_watch.compiling:
+            return self.step + 1, phase, "long"
+        if phase == "evaluation":
+            # the first one compiles; metrics of a large split take their time, and processor time
+            return self.step + 1, phase, "while busy" if phase in self.timer.finished else "long"
+        return self.step + 1, phase, "short"
 
     # ---- set-up
 
@@ -159,8 +185,12 @@ class Trainer:
         losses: list[Tensor] = []
         started, logged = time.perf_counter(), self.step
         for batch in self._batches():
+            self.profiler.before(self.step + 1, self.total_steps)
             losses.append(self._train_step(batch))
             self.step += 1
+            if written := self.profiler.after(self.step):
+                self.log.message(f"profile: {written}")
+                self.log.note("profile", step=self.step, folder=str(written))
             last = self.step == self.total_steps
             evaluating = self.protocol.evaluates_after(self.step) and not last
             saving = last or (bool(train.checkpoint_every) and self.step % train.checkpoint_every == 0)
@@ -281,6 +311,7 @@ class Trainer:
         self.protocol.before_evaluation(self.step)
         with self.timer.phase("evaluation"):
             metrics = self.task.evaluate(self.model)
+            release_free_memory()
         self.protocol.after_evaluation(self.step, metrics)
         self.runtime.compile_watch.expect_so_far()
         self.log.event("test", self.step, metrics.as_dict())
@@ -304,7 +335,9 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of this moment, in the background; collective."""
         with self.timer.phase("checkpoint"):
-            return self.store.save(self._tensors(), self._state(), dump_config(self.config))
+            final = self.store.save(self._tensors(), self._state(), dump_config(self.config))
+        self.log.note("checkpoint", step=self.step, folder=str(final), waited_s=self.store.blocked_s)
+        return final
 
     def load(self, checkpoint: Path) -> None:
         """Continue from `checkpoint`: weights, optimizer state and step; collective."""
@@ -349,6 +382,7 @@ class Trainer:
             self._start_from_plain()
             return
         self.load(checkpoint)
+        self.log.note("resumed", step=self.step, checkpoint=str(checkpoint))
         self.log.message(f"resumed from {checkpoint} at step {self.step}")
 
     def _start_from_plain(self) -> None:

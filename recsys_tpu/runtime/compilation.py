@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -95,6 +97,12 @@ class CompileWatch:
         self._last_seen = _last(_dynamo_records())
         self._graph_breaks = _graph_break_reasons()
         self._functions: dict[str | None, str] = {}
+        _notice_compilations()
+
+    @property
+    def compiling(self) -> bool:
+        """Whether torch.compile is at work now, in any thread of this process."""
+        return _compiling.is_set()
 
     def step_done(self) -> list[Compilation]:
         """Call after each step; returns (and warns about) compilations after the warm-up."""
@@ -155,6 +163,17 @@ class CompileWatch:
             return []
         detail = f"an operator outside torch.compile met a new shape or dtype: {', '.join(names)}"
         return [Compilation(self._step, "device program", "device program", detail, 0.0)]
+
+
+_compiling = threading.Event()
+
+
+@cache
+def _notice_compilations() -> None:
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda _: _compiling.set())
+    on_compile_end(lambda _: _compiling.clear())
 
 
 def _dynamo_records() -> list[Any]:

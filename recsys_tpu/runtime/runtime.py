@@ -69,7 +69,7 @@ class Runtime:
         settings = settings or RuntimeConfig()
         kind = activation.activate(settings.device, compile_cache=settings.compile_cache)
         ranks = process_group.Ranks.from_environment()
-        group = process_group.start(kind, ranks, timeout_s=settings.collective_timeout_s)
+        group = process_group.start(kind, ranks, timeout_s=settings.compile_timeout_s)
         torch.set_float32_matmul_precision(settings.matmul_precision)
         torch.use_deterministic_algorithms(settings.deterministic)
         return cls(settings, kind, ranks, group)

@@ -37,6 +37,23 @@ class CompileCacheConfig(_Section):
     itself compiles, such as benchmarks of the kernels; torch_tpu keeps its own, above."""
 
 
+class ProfileConfig(_Section):
+    """Which steps to trace (docs/reliability.md)."""
+
+    first_step: int | None = Field(default=None, ge=1)
+    """First step of the window, counted from 1; none: no profile."""
+
+    steps: int = Field(default=5, ge=1, le=1000)
+    """Steps in the window."""
+
+    ranks: tuple[int, ...] = (0,)
+    """Ranks that trace; each writes a folder of its own."""
+
+    @property
+    def last_step(self) -> int:
+        return (self.first_step or 1) + self.steps - 1
+
+
 class RuntimeConfig(_Section):
     """What decides where and how a run computes."""
 
@@ -62,8 +79,14 @@ class RuntimeConfig(_Section):
     warmup_steps: int = Field(default=3, ge=1)
     """Steps during which compilation is expected; a compilation after them is reported."""
 
-    collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a collective that a rank does not join raises instead of waiting."""
+    collective_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that a run of several ranks may stand still in a step before it ends with an error."""
+
+    compile_timeout_s: float = Field(default=600.0, gt=0)
+    """The same where waiting is normal: the first step, compilation, the first evaluation and the computing
+    of later ones, checkpoints.  Also the limit of a single collective, which raises when it is over."""
+
+    profile: ProfileConfig = ProfileConfig()
 
     deterministic: bool = False
     """Refuse torch operators without a deterministic implementation."""

@@ -182,7 +182,7 @@ def check_ddp(rank: int) -> None:
 
 
 def main() -> None:
-    with Runtime.start(RuntimeConfig(device="tpu-emulated", collective_timeout_s=60)) as runtime:
+    with Runtime.start(RuntimeConfig(device="tpu-emulated", compile_timeout_s=60)) as runtime:
         rank, world = runtime.rank, runtime.world_size
         for name, collective in collectives(rank, world).items():
             for async_op in (False, True):

@@ -104,7 +104,7 @@ def _main(device: Any, function: str, folder: Path) -> None:
 
     torch.set_num_threads(1)
     module, name = function.split(":")
-    with Runtime.start(RuntimeConfig(device=device, collective_timeout_s=TIMEOUT_S)) as runtime:
+    with Runtime.start(RuntimeConfig(device=device, compile_timeout_s=TIMEOUT_S)) as runtime:
         args = pickle.loads((folder / "args").read_bytes())
         value = getattr(importlib.import_module(module), name)(runtime, *args)
         dist.barrier()
