@@ -1,5 +1,7 @@
 """What works on this machine and what to install: `python -m recsys_tpu.doctor`.
 
+With `--bundle out.tar.gz --run runs/<name>` it collects what is needed to find out why a run went wrong.
+
 Every device is tried in a process of its own, so that a crash is a finding too.
 """
 
@@ -11,14 +13,17 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from recsys_tpu.emulation import requirements
+from recsys_tpu.errors import run_command
 from recsys_tpu.runtime.activation import resolve, tpus_on_pci_bus
 from recsys_tpu.runtime.settings import DeviceChoice
+from recsys_tpu.support_bundle import write_bundle
 from recsys_tpu.versions import PINS
 
 _TIMEOUT_S = 300
@@ -95,7 +100,7 @@ def trial(name: str, program: str, remedy: str) -> Finding:
     return Finding(name, run.returncode == 0, last, remedy)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m recsys_tpu.doctor", description="Say what works on this machine and what to install."
     )
@@ -105,25 +110,38 @@ def main() -> int:
         default="auto",
         help="the device that must work for exit status 0 (default: the one `auto` means here)",
     )
-    device: DeviceChoice = parser.parse_args().device
+    parser.add_argument("--bundle", type=Path, help="also write a support bundle, such as support.tar.gz")
+    parser.add_argument("--run", type=Path, help="folder of the run that the bundle is about")
+    arguments = parser.parse_args()
+    if arguments.run is not None and arguments.bundle is None:
+        parser.error("--run is for --bundle")
+    device: DeviceChoice = arguments.device
     needed = resolve(device)
-    table = Table(title="recsys_tpu doctor")
-    for column in ("what", "works", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    working = set()
-    for finding in findings():
-        mark = "[green]yes[/]" if finding.works else "[yellow]no[/]"
-        table.add_row(finding.name, mark, finding.detail, "" if finding.works else finding.remedy)
-        if finding.works:
-            working.add(finding.name)
     console = Console()
-    console.print(table)
-    works = needed in working
+    found = list(findings())
+    console.print(_table(found))
+    works = any(finding.works for finding in found if finding.name == needed)
     console.print(
         f"runtime.device={device} means {needed} here, which {'works' if works else 'does not work'}."
     )
-    return 0 if works else 1
+    if arguments.bundle is not None:
+        names = write_bundle(arguments.bundle, map(asdict, found), arguments.run)
+        console.print(
+            f"{arguments.bundle}: {len(names)} files, secrets hidden where a name or a form tells them; "
+            "look through it before you send it."
+        )
+    sys.exit(0 if works else 1)
+
+
+def _table(found: list[Finding]) -> Table:
+    table = Table(title="recsys_tpu doctor")
+    for column in ("what", "works", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in found:
+        mark = "[green]yes[/]" if finding.works else "[yellow]no[/]"
+        table.add_row(finding.name, mark, finding.detail, "" if finding.works else finding.remedy)
+    return table
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
