@@ -30,6 +30,7 @@ class ServiceLimits:
 
     max_wait_s: how long the first request of a batch waits for others.
     max_waiting: requests in the queue; further ones are answered 503.
+    max_answer_s: from the head of a request to its answer, a slowly sent body included; then it is 504.
     """
 
     max_k: int = 1000
@@ -37,6 +38,7 @@ class ServiceLimits:
     max_batch: int = 64
     max_wait_s: float = 0.002
     max_waiting: int = 1024
+    max_answer_s: float = 10.0
 
 
 class RecommendRequest(BaseModel):
@@ -173,7 +175,10 @@ def create_app(recommender: Recommender, limits: ServiceLimits | None = None) ->
         elif int(length) > limits.max_body_bytes:
             response = JSONResponse({"detail": f"a body has {limits.max_body_bytes} bytes at most"}, 413)
         else:
-            response = await answer(request)
+            try:
+                response = await asyncio.wait_for(answer(request), limits.max_answer_s)
+            except TimeoutError:
+                response = JSONResponse({"detail": f"no answer within {limits.max_answer_s:g} s"}, 504)
         metrics.answered(response.status_code, time.perf_counter() - started)
         return response
 

@@ -4,7 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,44 @@ def test_requests_out_of_limits_are_refused_and_counted(
             assert line in text.splitlines()
         assert "/recommend" in client.get("/openapi.json").json()["paths"]
         assert client.get("/docs").status_code == 200
+
+
+def test_a_request_that_takes_too_long_is_ended_and_the_service_goes_on(
+    exported: tuple[Path, dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recommender = Recommender(exported[0])
+    answer, slow = recommender.recommend, [True]
+
+    def sometimes_slow(queries: list[Query], k: int) -> Any:
+        if slow:
+            slow.pop()
+            time.sleep(1.0)
+        return answer(queries, k)
+
+    monkeypatch.setattr(recommender, "recommend", sometimes_slow)
+    user = next(iter(exported[1]))
+
+    async def ask() -> list[int]:
+        app = create_app(recommender, ServiceLimits(max_answer_s=0.3))
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            late = await client.post("/recommend", json={"user": user})
+            await asyncio.sleep(1.0)
+            in_time = await client.post("/recommend", json={"user": user})
+            slow_body = await client.post("/recommend", content=_trickle(), headers={"content-length": "100"})
+            return [late.status_code, in_time.status_code, slow_body.status_code]
+
+    assert asyncio.run(ask()) == [504, 200, 504]
+
+
+async def _trickle() -> AsyncIterator[bytes]:
+    """A body that never comes to its end."""
+    while True:
+        yield b" "
+        await asyncio.sleep(0.05)
 
 
 def test_requests_at_one_time_share_batches_or_are_turned_away(
