@@ -23,6 +23,7 @@ $(STAMP): pyproject.toml packaging/fbgemm-gpu/pyproject.toml
 		{ echo "error: $(PYTHON) is older than Python 3.11; give another: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "error: no venv module; on Debian: apt-get install python3-venv g++"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check 'pip>=23.3'
 	$(BIN)/pip install --quiet --disable-pip-version-check ./packaging/fbgemm-gpu -e '.[emulation,dev]'
 	$(BIN)/pip check
 	@touch $@

@@ -146,7 +146,7 @@ def elastic(agents: Agents) -> None:
         ),
         *(
             "--rdzv-conf",
-            "last_call_timeout=5,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3",
+            "last_call_timeout=5,join_timeout=120,keep_alive_interval=2,keep_alive_max_attempt=4",
         ),
     )
     first = agents.start(*options)
@@ -222,13 +222,22 @@ def main() -> None:
     )
     parser.add_argument("scenarios", nargs="*", help=f"{', '.join(SCENARIOS)}; default: all")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--keep", type=Path, help="new folder for the runs; default: a temporary one")
     arguments = parser.parse_args()
     wrong = set(arguments.scenarios) - set(SCENARIOS)
     if wrong:
         parser.error(f"no scenario {', '.join(wrong)}")
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True)
+        sys.exit(not run_scenarios(arguments, arguments.keep))
+    with tempfile.TemporaryDirectory() as name:
+        sys.exit(not run_scenarios(arguments, Path(name)))
+
+
+def run_scenarios(arguments: argparse.Namespace, folder: Path) -> bool:
+    """Run and report each; whether all is well."""
     good = True
-    with tempfile.TemporaryDirectory() as name, (Path(name) / "output.txt").open("a+") as output:
-        folder = Path(name)
+    with (folder / "output.txt").open("a+") as output:
         whole = Agents(folder, "whole", arguments.steps, output)
         _expect(whole.start("--nproc-per-node", "2", *_LOCAL))
         expected = _losses(whole.events())
@@ -245,7 +254,7 @@ def main() -> None:
             finally:
                 _end_all()
             good &= _report(scenario, agents.events(), expected, allowed)
-    sys.exit(not good)
+    return good
 
 
 def _end_all() -> None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from recsys_tpu.runtime.rendezvous import agent_store
+from recsys_tpu.runtime.rendezvous import agent_store, own_store
 from recsys_tpu.runtime.settings import DeviceKind
 
 _BACKENDS: dict[DeviceKind, str] = {
@@ -81,19 +81,23 @@ def start(kind: DeviceKind, ranks: Ranks, *, timeout_s: float) -> dist.ProcessGr
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # torch's record of the last collectives, from which a failure is explained (runtime/peers.py)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "16")
-    alone = ranks.world_size == 1
-    store = dist.HashStore() if alone else agent_store(ranks.rank, ranks.world_size, timeout_s)
     dist.init_process_group(
         _BACKENDS[kind],
-        store=store,
+        store=_store(ranks, timeout_s),
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timedelta(seconds=timeout_s),
-        init_method="env://" if store is None else None,
     )
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _store(ranks: Ranks, timeout_s: float) -> dist.Store:
+    if ranks.world_size == 1:
+        return dist.HashStore()
+    place = (ranks.rank, ranks.world_size, timeout_s)
+    return agent_store(*place) or own_store(*place)
 
 
 def new_host_group(ranks: list[int] | None = None) -> dist.ProcessGroup:

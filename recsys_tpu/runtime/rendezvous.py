@@ -1,15 +1,20 @@
-"""A fresh key-value store for every start of the ranks under torchrun.
+"""The key-value store through which the ranks of a run find each other: fresh at every start, and not public.
 
 torchrun keeps one store for all restarts, and torch puts the addresses of a process group into it under the
 same keys each time.  A restarted rank can read the address of a rank that is dead, and the restart fails
 ("Connection refused") or hangs.  No variable tells all ranks which start they belong to: agents count their
 own restarts.  So the ranks agree on a name for this start, and use the store below it.
+
+Without torchrun's store rank 0 keeps one.  torch would listen on every interface of the host; where the
+address of the run is a loopback address, so is that of the socket here.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -35,6 +40,37 @@ def agent_store(rank: int, world_size: int, timeout_s: float) -> dist.Store | No
         timeout=timedelta(seconds=timeout_s),
     )
     return dist.PrefixStore(f"start/{agree(store, rank, world_size, timeout_s)}", store)
+
+
+def own_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """A store that rank 0 keeps at MASTER_ADDR, MASTER_PORT.
+
+    Raises:
+        OSError: the port is taken.
+        RuntimeError: rank 0 cannot be reached.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = _loopback_socket(address, port) if rank == 0 else None
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _loopback_socket(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at a loopback address, or None for an address that other hosts can reach."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if not ipaddress.ip_address(place[0]).is_loopback:
+        return None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(place)
+    listener.listen()
+    return listener
 
 
 def agree(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:

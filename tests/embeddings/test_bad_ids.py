@@ -59,7 +59,11 @@ BAD_PREPARATIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "length negative": ({"lengths": np.array([4, -1])}, ValueError, "length -1 is negative"),
     "too few lengths": ({"lengths": np.array([3])}, ValueError, "1 lengths for 2 bags"),
     "too many ids": ({"id_capacity": 2}, CapacityError, "ids: 3 needed, but id_capacity is 2"),
-    "too many rows": ({"unique_capacity": 2}, CapacityError, "3 needed, but unique_capacity is 2"),
+    "too many rows": (
+        {"unique_capacity": 2},
+        CapacityError,
+        "distinct rows: 3 needed, but unique_capacity is 2",
+    ),
     "weights too few": ({"weights": np.array([1.0])}, ValueError, "3 rows but 1 weights"),
     "no bags": ({"lengths": None}, ValueError, "either lengths or bags"),
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch.distributed as dist
 
-from recsys_tpu.runtime.rendezvous import agree
+from recsys_tpu.runtime.rendezvous import _loopback_socket, agree, own_store
 
 
 def _start(store: dist.Store, world_size: int, timeout_s: float = 20.0) -> str:
@@ -39,3 +40,28 @@ def test_a_late_rank_is_waited_for():
         first = threads.submit(agree, store, 0, 2, 20.0)
         assert not first.done()
         assert agree(store, 1, 2, 20.0) == first.result()
+
+
+def _listening() -> set[tuple[str, int]]:
+    sockets = psutil.Process().net_connections("tcp")
+    return {(s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+def test_a_run_on_one_host_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch):
+    """torch's own store would listen on every interface, whatever its address is."""
+    with _loopback_socket("127.0.0.1", 0) as probe:  # type: ignore[union-attr]
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    before = _listening()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(own_store, rank, 2, 20.0) for rank in range(2))
+        first.result().set("key", "value")
+        assert second.result().get("key") == b"value"
+    new = _listening() - before
+    assert {port for _, port in new} == {port}
+    assert {address for address, _ in new} <= {"127.0.0.1", "::1"}
+
+
+def test_an_address_that_other_hosts_reach_is_left_to_torch():
+    assert _loopback_socket("192.0.2.1", 1) is None
