@@ -24,6 +24,7 @@ import psutil
 
 ROOT = Path(__file__).parent.parent
 KEEP = 3
+MAX_END_S = 900.0  # on a machine that is busy with other things
 _CONFIG = {
     "runtime": {"device": "cpu"},
     "data": {"synthetic": {"train_rows": 500_000, "test_rows": 20_000}},
@@ -44,7 +45,11 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=45.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--keep", type=Path, help="new folder for the run; default: a temporary one")
     arguments = parser.parse_args()
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True)
+        sys.exit(not soak(arguments.keep, 60 * arguments.minutes, arguments.every))
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(not soak(Path(folder), 60 * arguments.minutes, arguments.every))
 
@@ -58,7 +63,7 @@ def soak(folder: Path, seconds: float, every: float) -> bool:
         *(f"run.output_dir={folder / 'runs'}", f"data.cache_dir={folder / 'data'}", "run.name=soak"),
     ]
     log = folder / "runs" / "soak" / "metrics.jsonl"
-    with (folder / "output.txt").open("w+") as output:
+    with (folder / "output.txt").open("w+") as output, (folder / "samples.txt").open("w") as recorded:
         process = subprocess.Popen(
             command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output, stderr=output
         )
@@ -73,8 +78,9 @@ def soak(folder: Path, seconds: float, every: float) -> bool:
                 time.sleep(every)
                 assert process.poll() is None, (folder / "output.txt").read_text()[-3000:]
                 samples.append((time.time(), watched.memory_full_info().uss, watched.num_fds()))
+                print(*samples[-1], file=recorded, flush=True)  # time, USS in bytes, descriptors
             process.send_signal(signal.SIGTERM)
-            status = process.wait(120)
+            status = process.wait(MAX_END_S)
         finally:
             process.kill()
             process.wait()
