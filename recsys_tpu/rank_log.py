@@ -31,7 +31,7 @@ class RankLog:
         self._handler = _ToEvents(self)
         logging.getLogger().addHandler(self._handler)
 
-    def event(self, kind: str, *, level: str = "info", **values: Any) -> None:
+    def event(self, kind: str, /, *, level: str = "info", **values: Any) -> None:
         """One line; values are JSON's, or are written as text. May be called from any thread."""
         line = {"time": time.time(), **self._common, "level": level, "event": kind, **values}
         text = json.dumps(redact_values(line), default=lambda value: redact(str(value)))

@@ -57,7 +57,7 @@ class RunLog:
         if self._active:
             self.console.print(redact(text) if isinstance(text, str) else text)
 
-    def note(self, kind: str, *, level: str = "info", **values: Any) -> None:
+    def note(self, kind: str, /, *, level: str = "info", **values: Any) -> None:
         """Append an event to this rank's log only."""
         self._rank_log.event(kind, level=level, **values)
 
