@@ -141,8 +141,12 @@ class PeerWatch:
         if not there or not now.same_as(mine):
             return
         for rank, place in there.items():
-            still_s = now.still_s if rank in silent else place.still_s
-            if still_s <= self._limit(place):
+            still_s, limit = place.still_s, self._limit(place)
+            if rank in silent:
+                still_s = now.still_s
+                if place.step < now.step:  # no step ends without it: it has left the place that it told last
+                    limit = self._short_s
+            if still_s <= limit:
                 return
         for rank in silent & there.keys():
             end_stopped(there[rank])

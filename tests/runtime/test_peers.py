@@ -99,6 +99,12 @@ def test_a_silent_rank_that_was_compiling_has_the_time_to():
     assert _judged({1: _place(patience="long")}) is None
 
 
+def test_a_silent_rank_that_has_compiled_has_not():
+    """It told its place last in the first step, and was stopped within a second after it."""
+    note = _judged({1: _place(step=1, patience="long")})
+    assert note is not None and "rank 1 is gone or stopped: at step 1" in note
+
+
 def test_those_behind_are_the_ones_that_are_waited_for():
     at = {0: _place(collectives=9), 1: _place(collectives=7), 2: _place(step=4, collectives=50)}
     assert furthest_behind(at) == [2]
