@@ -16,7 +16,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import EnumerableShardingSpec, NoWait, ParameterSharding, ShardMetadata
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_tpu.embeddings.capacity import Capacities
+from recsys_tpu.embeddings.capacity import UNKNOWN, Capacities, Size
 from recsys_tpu.sharding.host import (
     MeanFoldingInputDist,
     PreparedSplits,
@@ -81,28 +81,29 @@ def test_folding_comes_before_the_exchange() -> None:
 
 
 @dataclass
-class _Stack:
-    sizes: tuple[int, int]
-
-
-@dataclass
 class _Sorted:
-    groups: list[list[_Stack]]
+    sizes: list[Size]
+    num_samples: int = 8
+    shared_sizes: tuple[()] = ()
+    smallest_shared: tuple[()] = ()
 
 
 class _Lookup(nn.Module):
     """Sorts to the sizes that it was made with, pads to what it is told."""
 
-    def __init__(self, *groups: list[tuple[int, int]]) -> None:
+    def __init__(self, *sizes: Size) -> None:
         super().__init__()
-        self._groups = groups
+        self._sizes = list(sizes)
 
     def sort(self, features: str) -> _Sorted:
         self.features = features
-        return _Sorted([[_Stack(sizes) for sizes in group] for group in self._groups])
+        return _Sorted(self._sizes)
 
-    def pad(self, ids: _Sorted, capacities: list[tuple[int, int]]) -> Any:
-        return self.features, [stack.sizes for group in ids.groups for stack in group], capacities
+    def limits(self, features: str, max_ids: dict[str, int]) -> list[Size]:
+        return [(UNKNOWN, UNKNOWN)] * len(self._sizes)
+
+    def pad(self, ids: _Sorted, capacities: list[Size]) -> Any:
+        return self.features, ids.sizes, capacities
 
 
 class _Wrapped(nn.Module):
@@ -114,18 +115,19 @@ class _Wrapped(nn.Module):
 
 
 def test_each_lookup_gets_the_capacities_of_its_own_stacks() -> None:
-    lookups = [_Lookup([(300, 200)], [(10, 5), (700, 600)]), _Wrapped(_Lookup([(2000, 1)]))]
+    sizes = [(300, 200), (10, 5), (700, 600), (2000, 1)]
+    lookups = [_Lookup(*sizes[:3]), _Wrapped(_Lookup(sizes[3]))]
     capacities = Capacities()
-    first, second = prepare(lookups, ["x", "y"], capacities)  # type: ignore[arg-type]
-    held = Capacities().hold([(300, 200), (10, 5), (700, 600), (2000, 1)])
-    assert first == ("x", [(300, 200), (10, 5), (700, 600)], held[:3])
-    assert second == ("y", [(2000, 1)], held[3:])
+    first, second = prepare(lookups, ["x", "y"], capacities, {})  # type: ignore[arg-type]
+    held = Capacities().hold(sizes)
+    assert first == ("x", sizes[:3], held[:3])
+    assert second == ("y", sizes[3:], held[3:])
     assert capacities.counters.steps == 1
 
 
 def test_a_lookup_without_features_is_an_error() -> None:
     with pytest.raises(ValueError):
-        prepare([_Lookup([(1, 1)])], [], Capacities())  # type: ignore[arg-type]
+        prepare([_Lookup((1, 1))], [], Capacities(), {})  # type: ignore[arg-type]
 
 
 def test_the_two_waits_come_before_the_preparation() -> None:
@@ -144,7 +146,7 @@ def test_the_two_waits_come_before_the_preparation() -> None:
 
 def test_shards_are_placed_on_the_one_chip_that_a_process_sees() -> None:
     shards = [
-        ShardMetadata(shard_offsets=[0, 8 * n], shard_sizes=[4, 8], placement=f"rank:{n}/tpu:{n}")
+        ShardMetadata(shard_offsets=[0, 8 * n], shard_sizes=[4, 8], placement=f"rank:{n}/cuda:{n}")
         for n in range(2)
     ]
     spec = EnumerableShardingSpec(shards)
