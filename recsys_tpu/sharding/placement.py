@@ -107,6 +107,7 @@ def _plan(
         constraints=constraints,
         optimizer=optimizer,
         device_type=runtime.device.type,
+        deduplicate=config.sharding.deduplicate,
     )
     return invoke_on_rank_and_broadcast_result(runtime.process_group, 0, planner.make, model, sharders)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from recsys_tpu.sharding.planner.costs import CostModel
 from recsys_tpu.sharding.planner.plan import Plan, TablePlan
-from recsys_tpu.sharding.planner.problem import FloatArray
+from recsys_tpu.sharding.planner.problem import FloatArray, IntArray
 from recsys_tpu.sharding.planner.tables import ShardingType, TableSpec, Workload
 
 TIME_TERMS = ("lookup", "update", "ring", "send")
@@ -120,10 +120,9 @@ def estimate(plan: Plan, workload: Workload) -> Estimate:
 def table_terms(model: CostModel, plan: Plan, spec: TableSpec, table: TablePlan) -> dict[str, FloatArray]:
     """Every cost term of one table on every rank."""
     ranks = plan.topology.ranks
-    if table.kind is ShardingType.DATA_PARALLEL:
-        at, first, rows = np.arange(ranks), np.zeros(1), np.full(1, float(table.rows))
-        columns = np.full(1, float(table.dim))
-    else:
+    at: IntArray = np.arange(ranks, dtype=np.int64)
+    first, rows, columns = (np.array([number], dtype=np.int64) for number in (0, table.rows, table.dim))
+    if table.kind is not ShardingType.DATA_PARALLEL:
         at, first, rows, columns = table.shard_arrays(ranks, plan.row_group)
     cost = model.shard(
         spec,
@@ -133,7 +132,7 @@ def table_terms(model: CostModel, plan: Plan, spec: TableSpec, table: TablePlan)
         width=columns.astype(np.float64),
     )
     return {
-        name: np.bincount(at, np.broadcast_to(getattr(cost, name), at.shape), ranks)
+        name: np.bincount(at, np.broadcast_to(getattr(cost, name), at.shape), ranks).astype(np.float64)
         for name in (*TIME_TERMS, *MEMORY_TERMS)
     }
 

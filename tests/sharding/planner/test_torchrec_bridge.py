@@ -203,3 +203,13 @@ def test_a_row_group_that_the_job_does_not_have_is_refused(monkeypatch: pytest.M
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(PlanDriftError, match="set LOCAL_WORLD_SIZE=2"):
         to_sharding_plan(_plan(4, 2, ShardingType.TABLE_ROW_WISE), Model(CASE))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(False, set()), (["t1"], {"t1"}), (True, {"t0", "t1", "t2", "t3"})]
+)
+def test_deduplicated_tables_are_priced_as_such(given: bool | list[str], expected: set[str]) -> None:
+    work = workload_of(Model(CASE), batch_per_rank=6, deduplicate=given)
+    assert {table.name for table in work.tables if table.deduplicated} == expected
+    planner = TpuEmbeddingShardingPlanner(emulated(2), batch_size=6, deduplicate=given)
+    assert len(planner.make(Model(CASE), []).tables) == len(CASE.tables)
