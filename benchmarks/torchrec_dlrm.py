@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch as TorchRecBatch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models import dlrm as torchrec_dlrm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -39,7 +42,8 @@ class StockDLRM:
         return loss
 
     def predictor(self) -> nn.Module:
-        """``(dense, sparse)`` to logits ``[B]``, as our models."""
+        """``(dense, sparse)`` to logits ``[B]``, as our models; training is over then."""
+        self.pipeline.detach()
         return _Predictor(self.model.module.model)
 
 
@@ -63,7 +67,7 @@ def stock_dlrm(
     dense: DenseOptimizerConfig,
     sparse: SparseOptimizerConfig,
 ) -> StockDLRM:
-    """A model on this process alone, on the CPU, with the plan that TorchRec makes by default."""
+    """A model on this process alone, on the CPU, planned by TorchRec, each table with its fused optimizer."""
     assert sparse.kind == "rowwise_adagrad", "the stock side is written for row-wise Adagrad"
     tables = EmbeddingBagCollection(
         device=torch.device("meta"),
@@ -83,7 +87,16 @@ def stock_dlrm(
         [*over_mlp, 1],
         dense_device=torch.device("cpu"),
     )
-    model = DistributedModelParallel(torchrec_dlrm.DLRMTrain(plain), device=torch.device("cpu"))
+    whole = torchrec_dlrm.DLRMTrain(plain)
+    # left to itself the planner replicates small tables, which no fused optimizer trains
+    fused = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=1, local_world_size=1, compute_device="cpu"),
+        constraints={table.name: fused for table in tables.embedding_bag_configs()},
+    )
+    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
+    plan = planner.plan(whole, sharders)
+    model = DistributedModelParallel(whole, device=torch.device("cpu"), plan=plan, sharders=sharders)
     classes: dict[str, Any] = {"adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}
     options = {"lr": dense.learning_rate, "eps": dense.eps, "weight_decay": dense.weight_decay}
     towers = KeyedOptimizerWrapper(
