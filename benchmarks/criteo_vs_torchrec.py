@@ -84,6 +84,7 @@ def main() -> None:
                 raise ConfigError(f"model.kind={config.model.kind}: TorchRec's side is a DLRM")
             with Runtime.start(config.runtime) as runtime:
                 trainer = Trainer(config, runtime)
+                leave_out_partial_batches(trainer)
                 if seed == 1:
                     start = stock(trainer)
                     copy_weights(trainer, start)
@@ -97,6 +98,16 @@ def main() -> None:
     if arguments.output:
         losses = {name: [run.losses.tolist() for run in of_name] for name, of_name in runs.items()}
         arguments.output.write_text(json.dumps({**losses, "same_start": same.losses.tolist()}) + "\n")
+
+
+def leave_out_partial_batches(trainer: Trainer) -> None:
+    """Epochs, and with them the schedule, of full batches only."""
+    task, train = trainer.task, trainer.config.train
+    assert isinstance(task, ClickTask)
+    task.batches_per_epoch = task.train_reader.rows // train.batch_size
+    trainer.total_steps = min(train.epochs * task.batches_per_epoch, train.max_steps or trainer.total_steps)
+    schedule = trainer.config.optimizer.schedule
+    trainer.schedule = LearningRateSchedule(trainer.optimizer, schedule, trainer.total_steps)
 
 
 def batches(trainer: Trainer) -> Iterator[Batch]:
@@ -140,12 +151,9 @@ def train_stock(trainer: Trainer, model: StockDLRM) -> Run:
     schedule = LearningRateSchedule(model.optimizer, trainer.config.optimizer.schedule, steps)
     source, losses = map(torchrec_batch, batches(trainer)), []
     wall, cpu = time.perf_counter(), time.process_time()
-    try:
-        for step in range(steps):
-            schedule.apply(step)
-            losses.append(model.step(source).item())
-    except StopIteration:  # the batches that were left out
-        pass
+    for step in range(steps):
+        schedule.apply(step)
+        losses.append(model.step(source).item())
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     task = trainer.task
     assert isinstance(task, ClickTask)
@@ -166,11 +174,6 @@ def train_ours(trainer: Trainer) -> Run:
         return loss
 
     trainer._train_step = recording  # type: ignore[method-assign]
-    task.batches = lambda epoch, *, start: (  # type: ignore[method-assign]
-        batch
-        for batch in task.train_reader.epoch(epoch, start=start)
-        if batch.global_rows == trainer.config.train.batch_size
-    )
     trainer.log.console.quiet = True
     wall, cpu = time.perf_counter(), time.process_time()
     trainer._train()
