@@ -11,6 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_tpu.kernels import reference
 from recsys_tpu.kernels.batch import Optimizer
@@ -152,6 +153,49 @@ def test_twenty_steps_of_fbgemm(name):
         hyper = hyper_tensor(spec, learning_rate=0.1, step=count)
         reference.fused_update(table.view(-1), state, grad, case.batch(), spec, hyper)
     torch.testing.assert_close(table, peer.split_embedding_weights()[0], atol=1e-5, rtol=1e-5)
+
+
+def test_twenty_steps_of_a_clipped_rowwise_adagrad():
+    """torch's clip_grad_norm_ of each row, TorchRec's dense RowWiseAdagrad, decay by hand."""
+    case, spec = every_row_case(), SPECS["rowwise_adagrad_clipped"]
+    table, batch = float_table(case), case.batch()
+    rows = [torch.nn.Parameter(row.clone()[None]) for row in table]
+    optimizer = RowWiseAdagrad(rows, lr=0.1, eps=spec.eps)
+    state = (torch.zeros(case.num_rows),)
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 21):
+        grad = torch.randn(case.num_bags, DIM, generator=generator)
+        optimizer.zero_grad()
+        weight = torch.cat(rows)
+        pooled = torch.zeros(case.num_bags, DIM).index_add(0, torch.from_numpy(case.bags), weight[case.rows])
+        pooled.backward(grad)
+        for row in rows:
+            torch.nn.utils.clip_grad_norm_([row], spec.max_norm)
+            row.data.mul_(1 - 0.1 * spec.weight_decay)
+        optimizer.step()
+        hyper = hyper_tensor(spec, learning_rate=0.1, step=count)
+        reference.fused_update(table.view(-1), state, grad, batch, spec, hyper)
+    torch.testing.assert_close(table, torch.cat(rows).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_twenty_steps_of_keras_ftrl():
+    """Golden values: float64 on the jax backend, Keras 3.15.1, which counts half of our l2:
+
+    Ftrl(0.1, learning_rate_power=-0.5, initial_accumulator_value=0, l1_regularization_strength=0.5,
+    l2_regularization_strength=0.1, beta=1.0) on the same gradients from zero weights.
+    """
+    golden = [
+        [0.0625134836041551, 0.03554653126146667, 0.03786112996914817],
+        [-0.028986498418187956, -0.10028117630661394, 0.014202536289197168],
+    ]
+    spec = OptimizerSpec(Optimizer.FTRL, l1=0.5, l2=0.2, beta=1.0)
+    gradients = np.random.default_rng(3).standard_normal((20, 2, 3)).astype(np.float32)
+    batch = Case(2, 2, np.arange(2), np.arange(2), None, 2, 2).batch()
+    table, state = torch.zeros(6), tuple(torch.zeros(6) for _ in range(2))
+    for count, gradient in enumerate(gradients, start=1):
+        hyper = hyper_tensor(spec, learning_rate=0.1, step=count)
+        reference.fused_update(table, state, torch.from_numpy(gradient), batch, spec, hyper)
+    np.testing.assert_allclose(table.view(2, 3), golden, rtol=1e-4)
 
 
 def test_nan_and_infinity_reach_exactly_their_rows():
