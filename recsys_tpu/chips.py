@@ -2,8 +2,8 @@
 
 Figures are of one device as torch and XLA see it, which is what one rank drives: a whole chip on v4, v5e,
 v5p (whose two cores act as one) and v6e, half a chip on tpu7x.  Peak bfloat16 FLOP/s and HBM bytes are those
-of torch_tpu's `hardware.py` (which cites Google's Cloud TPU pages); HBM bandwidth, cores and SparseCores are
-those of JAX's `pltpu.get_tpu_info_for_chip`.  Tests compare both.
+of torch_tpu's `hardware.py` (which cites Google's Cloud TPU pages); HBM bandwidth, VMEM, cores and
+SparseCores are those of JAX's `pltpu.get_tpu_info_for_chip`.  Tests compare both.
 
 Imports neither torch nor JAX: the device is chosen before either of them is loaded.
 """
@@ -39,6 +39,8 @@ class Chip:
     """Peak dense bfloat16 FLOP/s."""
     hbm_bytes: int
     hbm_bytes_per_second: float
+    vmem_bytes: int
+    """Vector memory of a TensorCore."""
     devices: int = 1
     """Devices a chip."""
     cores: int = 1
@@ -63,6 +65,7 @@ class Chip:
 
 
 _GIB = 1024**3
+_MIB = 1024**2
 
 CHIPS = {
     chip.name: chip
@@ -74,6 +77,7 @@ CHIPS = {
             bf16_flops=275e12,
             hbm_bytes=32 * _GIB,
             hbm_bytes_per_second=1230e9,
+            vmem_bytes=16 * _MIB,
             cores=2,
         ),
         Chip(
@@ -83,6 +87,7 @@ CHIPS = {
             bf16_flops=197e12,
             hbm_bytes=16 * _GIB,
             hbm_bytes_per_second=820e9,
+            vmem_bytes=128 * _MIB,
         ),
         Chip(
             name="v5p",
@@ -91,6 +96,7 @@ CHIPS = {
             bf16_flops=459e12,
             hbm_bytes=95 * _GIB,
             hbm_bytes_per_second=2460e9,
+            vmem_bytes=64 * _MIB,
             cores=2,
             sparsecores=4,
             subcores=16,
@@ -103,6 +109,7 @@ CHIPS = {
             bf16_flops=918e12,
             hbm_bytes=32 * _GIB,
             hbm_bytes_per_second=1640e9,
+            vmem_bytes=128 * _MIB,
             sparsecores=2,
             subcores=16,
             lanes=8,
@@ -114,6 +121,7 @@ CHIPS = {
             bf16_flops=1153.5e12,
             hbm_bytes=96 * _GIB,
             hbm_bytes_per_second=3700e9,
+            vmem_bytes=64 * _MIB,
             devices=2,
             sparsecores=2,
             subcores=16,

@@ -6,7 +6,8 @@ which call `split_embedding_weights`, `get_optimizer_state`, `get_learning_rate`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from recsys_tpu import kernels
+from recsys_tpu.embeddings.debug_ids import check_ids
 from recsys_tpu.embeddings.fused_params import FusedParams
 from recsys_tpu.embeddings.stacks import LocalTable, StackView, TableStack, in_feature_order, make_stacks
 from recsys_tpu.kernels import reference
 from recsys_tpu.kernels.batch import LookupBatch, Optimizer
+from recsys_tpu.kernels.debug import is_debugging
 from recsys_tpu.kernels.optimizer import OptimizerSpec, hyper_tensor
 
 # Names that FBGEMM gives the same state, so that checkpoints carry over.
@@ -72,6 +75,7 @@ class FusedTables(nn.Module):
         self._step_of_table = [torch.zeros(1, dtype=torch.int64, device=device) for _ in tables]
         self._hyper: Tensor | None = None
         self._to_rehearse: dict[int, list[LookupBatch]] = {}
+        self._pure = False
         self._device = device
         self._held: list[_HeldUpdate] | None = None
         self._views: list[StackView] = []
@@ -82,8 +86,16 @@ class FusedTables(nn.Module):
 
     def forward(self, batch: PooledInput) -> Tensor:
         """Pooled embeddings `[num_samples, sum of the features' dims]`, features in their order."""
+        if is_debugging():
+            self.check_ids(batch)
         samples = [output.view(batch.num_samples, -1) for output in self.pool(batch.batches)]
         return in_feature_order(samples, self.stacks, self.feature_tables)
+
+    def check_ids(self, batch: PooledInput) -> None:
+        """Raises IdRangeError for an id that its table doesn't have; reads the ids back."""
+        if not self._pure:
+            for stack, lookup in zip(self.stacks, batch.batches, strict=True):
+                check_ids(self.tables, stack, self.feature_tables, lookup)
 
     def pool(self, batches: Sequence[LookupBatch]) -> list[Tensor]:
         """Each stack's pooled embeddings `[bags, dim]`."""
@@ -102,11 +114,13 @@ class FusedTables(nn.Module):
 
     def update(self, stack: TableStack, batch: LookupBatch, grad_output: Tensor) -> None:
         """Applies the optimizer to the rows that `batch` touched."""
-        kernels.fused_update(stack.weights, stack.state, grad_output, batch, self.spec, self._hyper_tensor())
+        arguments = (stack.weights, stack.state, grad_output, batch, self.spec, self.hyper())
+        if self._pure:
+            stack.weights, stack.state = kernels.donating_update(*arguments)
+            return
+        kernels.fused_update(*arguments)
         for nothing in self._to_rehearse.pop(id(stack), ()):
-            kernels.fused_update(
-                stack.weights, stack.state, grad_output, nothing, self.spec, self._hyper_tensor()
-            )
+            kernels.fused_update(stack.weights, stack.state, grad_output, nothing, self.spec, self.hyper())
 
     def rehearse(self, position: int, batch: LookupBatch) -> None:
         """Runs lookup and update of a stack on a batch without ids, so that their programs are there.
@@ -145,12 +159,36 @@ class FusedTables(nn.Module):
         for update in held:
             update.step.update(update.stack, update.batch, update.grad * scale)
 
+    @contextmanager
+    def pure(self, buffers: Sequence[Sequence[Tensor]], hyper: Tensor) -> Iterator[None]:
+        """For tracing: within it the stacks hold `buffers` (weights, *state), and an update replaces them.
+
+        What the stacks held before they hold afterwards, and no step is counted.
+        """
+        held = [(stack.weights, stack.state) for stack in self.stacks]
+        before, self._pure, self._hyper = (self._step, self._hyper), True, hyper
+        for stack, (weights, *state) in zip(self.stacks, buffers, strict=True):
+            stack.weights, stack.state = weights, tuple(state)
+        try:
+            yield
+        finally:
+            self._pure, (self._step, self._hyper) = False, before
+            for stack, (weights, states) in zip(self.stacks, held, strict=True):
+                stack.weights, stack.state = weights, states
+
+    @property
+    def anchor(self) -> Tensor:
+        """What every lookup's output depends on, for autograd."""
+        return self._anchor
+
     def next_step(self) -> None:
         """Counts an optimizer step: what the updates that follow use for bias correction and rounding."""
-        self._step += 1
-        self._hyper = None
+        if not self._pure:
+            self._step += 1
+            self._hyper = None
 
-    def _hyper_tensor(self) -> Tensor:
+    def hyper(self) -> Tensor:
+        """The run-time part of the optimizer in the current step, see `hyper_tensor`."""
         if self._hyper is None:
             self._hyper = hyper_tensor(
                 self.spec, learning_rate=self._learning_rate, step=self._step, device=self._device

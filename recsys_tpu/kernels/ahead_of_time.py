@@ -43,6 +43,13 @@ def compile_for(
 
     Raises what the compiler raises.
     """
+    return trace_and_compile(chip, function, arguments, donate=donate)[1]
+
+
+def trace_and_compile(
+    chip: Chip, function: Callable[..., Any], arguments: Sequence[Any], *, donate: Sequence[int] = ()
+) -> tuple[jax.stages.Traced, jax.stages.Compiled]:
+    """`compile_for`, and what was traced on the way."""
     mesh = Mesh(np.array(_topology(chip.smallest_topology).devices[:1]), ("chip",))
     sharding = NamedSharding(mesh, PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # SparseCore kernels read their chip from it
@@ -53,7 +60,8 @@ def compile_for(
             donate_argnums=tuple(donate),
             keep_unused=True,  # as torch_tpu compiles it
         )
-        return jitted.lower(*arguments).compile()
+        traced = jitted.trace(*arguments)
+        return traced, traced.lower().compile()
 
 
 def memory_of(compiled: jax.stages.Compiled) -> Memory:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys_tpu.kernels import host, packing, reference
+from recsys_tpu.kernels import debug, host, packing, reference
 from recsys_tpu.kernels.batch import LookupBatch
 from recsys_tpu.kernels.optimizer import HYPER_SIZE, OptimizerSpec
 from recsys_tpu.kernels.variants import Variant, target_chip, variant_for
@@ -28,6 +28,7 @@ def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     Raises ValueError for a table of another type or shape.
     """
     _check_table("pooled_lookup", weights_flat, dim)
+    _check_ids("pooled_lookup", weights_flat, batch, dim)
     if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
         return _WeightedLookup.apply(batch.weights, weights_flat, batch, dim)
     return _pooled(weights_flat, batch, dim)
@@ -39,6 +40,7 @@ def sequence_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tenso
     Update with the gradient of the output and `batch.per_id()`.
     """
     _check_table("sequence_lookup", weights_flat, dim)
+    _check_ids("sequence_lookup", weights_flat, batch, dim)
     op = _lookup_op(weights_flat.device, "sequence")
     if op is None:
         return reference.sequence_lookup(weights_flat, batch, dim)
@@ -92,7 +94,7 @@ def donating_update(
     from recsys_tpu.kernels import ops
 
     occurrences = (batch.sorted_bags, batch.segments, batch.sorted_weights)
-    results: list[Tensor] = ops.update_op(variant, target_chip(), spec)(
+    results: list[Tensor] = ops.update_op(variant, target_chip(), spec, debug.is_debugging())(
         weights_flat, list(state), grad_output, batch.unique_rows, batch.row_offsets, *occurrences, hyper
     )
     return results[0], tuple(results[1:])
@@ -114,7 +116,7 @@ def _lookup_op(device: torch.device, kind: str) -> str | None:
         return None
     from recsys_tpu.kernels import ops
 
-    return ops.register_lookups(variant, target_chip())[kind]
+    return ops.register_lookups(variant, target_chip(), debug.is_debugging())[kind]
 
 
 def _call(op: str, *arguments: Any) -> Tensor:
@@ -156,6 +158,12 @@ def _check_table(op: str, weights_flat: Tensor, dim: int) -> None:
         )
 
 
+def _check_ids(op: str, weights_flat: Tensor, batch: LookupBatch, dim: int) -> None:
+    if debug.is_debugging():
+        num_rows = weights_flat.numel() // packing.words_per_row(weights_flat, dim)
+        debug.check_batch(op, batch, num_rows)
+
+
 def _check_update(
     weights_flat: Tensor,
     state: tuple[Tensor, ...],
@@ -166,6 +174,7 @@ def _check_update(
 ) -> None:
     dim = grad_output.shape[1]
     _check_table("fused_update", weights_flat, dim)
+    _check_ids("fused_update", weights_flat, batch, dim)
     if grad_output.shape[0] != batch.num_bags:
         raise ValueError(
             f"fused_update: {batch.num_bags} bags, but a gradient of {grad_output.shape[0]} rows"

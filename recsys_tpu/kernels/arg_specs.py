@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from recsys_tpu.chips import Chip
-from recsys_tpu.kernels import sparsecore, tensorcore
+from recsys_tpu.kernels import any_row
 from recsys_tpu.kernels.batch import Optimizer
-from recsys_tpu.kernels.flat_rows import LINE
 from recsys_tpu.kernels.optimizer import HYPER_SIZE, OptimizerSpec
 
-DIMS = (16, 32, 64, 96, 128, 256)
+DIMS = (16, 32, 64, 96, 128, 256, 512)
+ODD_DIMS = (4, 12, 20, 100, 200)  # neither registers nor lines
 TABLES = ("float32", "packed")  # packed: pairs of bfloat16
+ELEMENTS = {"float32": jnp.float32, "packed": jnp.int32, "bfloat16": jnp.bfloat16}
 OPTIMIZERS = {
     "sgd": OptimizerSpec(Optimizer.SGD),
     "momentum": OptimizerSpec(Optimizer.SGD, momentum=0.9, weight_decay=1e-5),
@@ -60,7 +61,7 @@ class Program:
     @property
     def row_bytes(self) -> int:
         """Of a table row as it is stored."""
-        return self.dim * (2 if self.table == "packed" else 4)
+        return self.dim * (4 if self.table == "float32" else 2)
 
     @property
     def state_bytes(self) -> int:
@@ -71,22 +72,16 @@ class Program:
         """What an update must change in place."""
         return self.rows * (self.row_bytes + self.state_bytes) if self.is_update else 0
 
-    def supported_on(self, chip: Chip) -> bool:
-        """Rows are whole registers on SparseCore; on a TensorCore they fill or divide lines of 128 words.
-
-        Tables of other dims are padded by whoever allocates them.
-        """
-        words = self.row_bytes // 4
-        if chip.sparsecores:
-            return words % chip.lanes == 0
-        return words % LINE == 0 or LINE % words == 0
+    def by_kernel(self, chip: Chip) -> bool:
+        """Whether a Pallas kernel reads such rows on `chip`; XLA's gathers and scatters read the others."""
+        lanes = chip.lanes if chip.sparsecores else None
+        return any_row.takes_rows(lanes, ELEMENTS[self.table], self.dim)
 
     def arguments(self) -> tuple[Any, ...]:
         """Shapes, in the order of `function`."""
         shape = jax.ShapeDtypeStruct
-        packed = self.table == "packed"
-        elements = self.rows * self.dim
-        table = shape((elements // 2,), jnp.int32) if packed else shape((elements,), jnp.float32)
+        elements = self.rows * self.dim // (2 if self.table == "packed" else 1)
+        table = shape((elements,), ELEMENTS[self.table])
         ids = shape((self.ids,), jnp.int32)
         weights = shape((self.ids,), jnp.float32) if self.weighted else None
         if self.op == "pooled":
@@ -114,10 +109,11 @@ class Program:
 
 def kernels_for(chip: Chip) -> Any:
     """The variant that the dispatcher picks on `chip`."""
-    return sparsecore.kernels_for(chip) if chip.sparsecores else tensorcore.kernels_for(chip)
+    return any_row.kernels_for(chip, on_sparsecore=bool(chip.sparsecores))
 
 
-# Lookups and the usual optimizer at every dim and type; the other optimizers at three.
+# Lookups and the usual optimizer at every dim and type; the other optimizers at three.  Rows that no
+# kernel takes: lookup and update at each odd dim, and of bfloat16 as PyTorch stores it.
 MATRIX = (
     *(Program(op, table, dim) for op, table, dim in itertools.product(("pooled",), TABLES, DIMS)),
     *(Program("rowwise_adagrad", table, dim) for table, dim in itertools.product(TABLES, DIMS)),
@@ -128,6 +124,8 @@ MATRIX = (
         if op != "rowwise_adagrad"
         for table, dim in (("float32", 32), ("float32", 128), ("packed", 64))
     ),
+    *(Program(op, "float32", dim) for op in ("pooled", "rowwise_adagrad") for dim in ODD_DIMS),
+    *(Program(op, "bfloat16", dim) for op in ("pooled", "rowwise_adagrad") for dim in (64, 100)),
 )
 QUICK = tuple(
     p for p in MATRIX if p.name in ("pooled-float32-64", "pooled-packed-64", "rowwise_adagrad-float32-128")

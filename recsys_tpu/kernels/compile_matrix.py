@@ -14,15 +14,18 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from recsys_tpu.chips import CHIPS, Chip
-from recsys_tpu.kernels.ahead_of_time import compile_for, memory_of
+from recsys_tpu.kernels import plain
+from recsys_tpu.kernels.ahead_of_time import compile_for, memory_of, trace_and_compile
 from recsys_tpu.kernels.arg_specs import MATRIX, Program, kernels_for
+from recsys_tpu.kernels.on_chip import vector_memory
 from recsys_tpu.kernels.schedule import dump_flags, loops_of
 
 
 def compile_program(program: Program, chip: Chip, schedules: Path | None = None) -> dict[str, object]:
-    """Name, seconds, memory [bytes], and the compiler's error if there is one.
+    """Name, seconds, memory [bytes] in HBM and on the chip, and the compiler's error if there is one.
 
     schedules: the folder in which the compiler leaves the loops of TensorCore kernels; they are added.
     """
@@ -30,13 +33,23 @@ def compile_program(program: Program, chip: Chip, schedules: Path | None = None)
     result: dict[str, object] = {"name": program.name, "chip": chip.name}
     try:
         function = program.function(kernels_for(chip))
-        compiled = compile_for(chip, function, program.arguments(), donate=program.donate())
-        result |= asdict(memory_of(compiled))
-        if schedules is not None:
+        traced, compiled = trace_and_compile(chip, function, program.arguments(), donate=program.donate())
+        result |= asdict(memory_of(compiled)) | {"vector_memory": vector_memory(traced.jaxpr.jaxpr)}
+        if schedules is not None and program.by_kernel(chip):
             result["loops"] = [asdict(loop) for loop in loops_of(schedules, program.kernel)]
     except Exception as error:  # the compiler's errors have no common type
         result["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return result | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def compile_plain(program: Program, chip: Chip) -> dict[str, object]:
+    """Memory [bytes] of the same operation without kernels, and of its traffic what XLA's cost model says."""
+    compiled = compile_for(
+        chip, plain.function(program), plain.arguments(program), donate=plain.donate(program)
+    )
+    cost: Any = compiled.cost_analysis()
+    found = {"name": program.name, "chip": chip.name, "plain": True, "bytes_accessed": cost["bytes accessed"]}
+    return found | asdict(memory_of(compiled))
 
 
 def main() -> None:
@@ -44,6 +57,7 @@ def main() -> None:
     parser.add_argument("chip", choices=sorted(CHIPS))
     parser.add_argument("names", nargs="*", help="programs (default: all)")
     parser.add_argument("--schedules", action="store_true", help="TensorCore kernels: add their loops")
+    parser.add_argument("--plain", action="store_true", help="and the same without kernels, by XLA alone")
     parser.add_argument("--ids", type=int, help="ids a step, instead of the matrix's")
     parser.add_argument("--bags", type=int, help="bags a step, instead of the matrix's")
     options = parser.parse_intermixed_args()
@@ -56,10 +70,12 @@ def main() -> None:
         if schedules is not None:
             os.environ["LIBTPU_INIT_ARGS"] = dump_flags(schedules)  # read when libtpu is loaded, below
         for program in MATRIX:
-            if (options.names and program.name not in options.names) or not program.supported_on(chip):
+            if options.names and program.name not in options.names:
                 continue
             sized = replace(program, ids=options.ids or program.ids, bags=options.bags or program.bags)
             print(json.dumps(compile_program(sized, chip, schedules)), flush=True)
+            if options.plain and program.table == "float32":
+                print(json.dumps(compile_plain(sized, chip)), flush=True)
 
 
 if __name__ == "__main__":

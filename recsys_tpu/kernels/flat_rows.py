@@ -2,7 +2,8 @@
 
 On a TPU a buffer reshaped to `[rows, words]` is copied whole, unless a row is one line of 128 words.  There,
 `by_line`, it is seen as `[lines, 128]`, which is the flat buffer itself, and rows are taken from and put
-into their lines.  On a CPU the reshape costs nothing, and lines only would.
+into their lines; rows that neither fill nor divide lines, and bfloat16 that isn't packed, are read and
+written element by element.  On a CPU the reshape costs nothing, and lines only would.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ def read_rows(flat: jax.Array, rows: jax.Array, words: int, *, by_line: bool = F
     """`[n, words]`; rows beyond the buffer read some row of it."""
     if not by_line:
         return flat.reshape(-1, words).at[rows].get(mode="clip")
+    if not _by_whole_lines(flat, words):
+        return flat.at[_elements(rows, words)].get(mode="clip")
     if words % LINE == 0:
         lines = rows[:, None] * (words // LINE) + jnp.arange(words // LINE, dtype=jnp.int32)
         return flat.reshape(-1, LINE).at[lines].get(mode="clip").reshape(-1, words)
-    if words == 1:
-        return flat.at[rows].get(mode="clip")[:, None]
-    share = _rows_a_line(words)
+    share = LINE // words
     lines = flat.reshape(-1, LINE).at[rows // share].get(mode="clip").reshape(-1, share, words)
     return jnp.take_along_axis(lines, (rows % share)[:, None, None], axis=1)[:, 0]
 
@@ -36,14 +37,14 @@ def write_rows(
     exact: Any = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
     if not by_line:
         return flat.reshape(-1, words).at[rows].set(values, **exact).reshape(-1)
+    if not _by_whole_lines(flat, words):
+        return flat.at[_elements(rows, words).reshape(-1)].set(values.reshape(-1), **exact)
     if words % LINE == 0:
         count = words // LINE
         lines = rows[:, None] * count + jnp.arange(count, dtype=jnp.int32)
         table = flat.reshape(-1, LINE).at[lines.reshape(-1)].set(values.reshape(-1, LINE), **exact)
         return table.reshape(-1)
-    if words == 1:
-        return flat.at[rows].set(values[:, 0], **exact)
-    share, table = _rows_a_line(words), flat.reshape(-1, LINE)
+    share, table = LINE // words, flat.reshape(-1, LINE)
     line = rows // share
     first = jnp.append(True, line[1:] != line[:-1])
     index = jnp.cumsum(first, dtype=jnp.int32) - 1
@@ -70,9 +71,11 @@ def stored_words(flat: jax.Array, dim: int, multiple: int = 1) -> int:
     return words
 
 
-def _rows_a_line(words: int) -> int:
-    if LINE % words:
-        raise ValueError(
-            f"rows of {words} words neither fill nor divide a line of {LINE}: pad the table's dim"
-        )
-    return LINE // words
+def _by_whole_lines(flat: jax.Array, words: int) -> bool:
+    """Whether rows fill or divide lines of 32-bit words (single words are quicker by themselves)."""
+    return flat.dtype != jnp.bfloat16 and words > 1 and (words % LINE == 0 or LINE % words == 0)
+
+
+def _elements(rows: jax.Array, words: int) -> jax.Array:
+    """`[n, words]` positions; beyond the buffer for rows beyond it (a stack has less than 2^31 elements)."""
+    return rows[:, None] * words + jnp.arange(words, dtype=jnp.int32)

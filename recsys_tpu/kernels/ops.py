@@ -26,9 +26,9 @@ _numbers = itertools.count()  # op names must be unique
 
 
 @functools.cache
-def register_lookups(variant: Variant, chip: Chip | None) -> dict[str, str]:
+def register_lookups(variant: Variant, chip: Chip | None, debug: bool = False) -> dict[str, str]:
     """Names, in `torch.ops.recsys_tpu`, of a variant's "pooled", "sequence" and "weight gradient"."""
-    kernels, name = _implementation(variant, chip), _name(variant, chip)
+    kernels, name = _implementation(variant, chip, debug), _name(variant, chip, debug)
     names = {
         "pooled": f"pooled_lookup_{name}",
         "sequence": f"sequence_lookup_{name}",
@@ -67,12 +67,15 @@ def register_lookups(variant: Variant, chip: Chip | None) -> dict[str, str]:
 
 
 @functools.cache
-def update_op(variant: Variant, chip: Chip | None, spec: OptimizerSpec) -> Callable[..., Any]:
+def update_op(
+    variant: Variant, chip: Chip | None, spec: OptimizerSpec, debug: bool = False
+) -> Callable[..., Any]:
     """The fused update of a variant and optimizer: (table, *state), donating both."""
-    kernels, number = _implementation(variant, chip), next(_numbers)
+    kernels, number = _implementation(variant, chip, debug), next(_numbers)
 
     @_pallas.jax_op(
-        f"recsys_tpu::fused_{spec.optimizer.value}_{_name(variant, chip)}_{number}", donate_argnums=(0, 1)
+        f"recsys_tpu::fused_{spec.optimizer.value}_{_name(variant, chip, debug)}_{number}",
+        donate_argnums=(0, 1),
     )
     def fused_update(
         flat: jax.Array,
@@ -91,20 +94,17 @@ def update_op(variant: Variant, chip: Chip | None, spec: OptimizerSpec) -> Calla
     return fused_update
 
 
-def _implementation(variant: Variant, chip: Chip | None) -> Any:
-    """What holds a variant's functions, for a chip."""
+def _implementation(variant: Variant, chip: Chip | None, debug: bool) -> Any:
+    """What holds a variant's functions, for a chip.  debug: with bounds checks, where it has them."""
     if variant is Variant.XLA:
         return xla
     if chip is None:
         raise ValueError(f"{variant.value} kernels need a TPU; an emulated device runs the xla variant")
-    if variant is Variant.SPARSECORE:
-        from recsys_tpu.kernels import sparsecore
+    from recsys_tpu.kernels import any_row
 
-        return sparsecore.kernels_for(chip)
-    from recsys_tpu.kernels import tensorcore
-
-    return tensorcore.kernels_for(chip)
+    return any_row.kernels_for(chip, on_sparsecore=variant is Variant.SPARSECORE, debug=debug)
 
 
-def _name(variant: Variant, chip: Chip | None) -> str:
-    return variant.value if chip is None else f"{variant.value}_{chip.name}"
+def _name(variant: Variant, chip: Chip | None, debug: bool) -> str:
+    name = variant.value if chip is None else f"{variant.value}_{chip.name}"
+    return f"{name}_debug" if debug else name

@@ -3,10 +3,11 @@
     python -m recsys_tpu.kernels.report [--chip v6e ...] [--slice v6e:2x4 ...]
 
 HBM bytes are counted from how the kernels walk (`traffic`); temporaries and aliasing are the compiler's
-figures; bundles are static cycles of a TensorCore kernel's loops, without waiting for memory (SparseCore
-programs leave no schedule).  The peer of an update is what autograd makes of a plain lookup: a gradient as
-large as the table.  Behind the tables of the chips come those of the exchanges between chips
-(`all_to_all.report`).
+figures; "on chip" is the vector memory that the largest kernel reserves, of one subcore on SparseCore;
+bundles are static cycles of a TensorCore kernel's loops, without waiting for memory (SparseCore programs
+leave no schedule).  Peers: "dense" is the counted traffic of an update through a gradient as large as the
+table; "plain" what XLA allocates for the operation without kernels (`plain`).  Behind the tables
+of the chips come those of the exchanges between chips (`all_to_all.report`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ GOALS = (
 
 
 def bundles_per_id(loops: list[dict[str, int]]) -> float:
-    """Of the loop that starts one window's copies while it sums the last: ids of `windows.UNROLL` a body."""
-    return [loop for loop in loops if loop["depth"] == 3][-1]["bundles"] / windows.UNROLL
+    """Of the loop over ids that are one block's alone, starting the next window's copies on the way.
+
+    `windows.sum_segments` has four loops: shared ids, own ids of the last window, own ids, shared ids;
+    `windows.UNROLL` ids a body.
+    """
+    return [loop for loop in loops if loop["depth"] == 3][2]["bundles"] / windows.UNROLL
 
 
 def bundles_per_row(loops: list[dict[str, int]]) -> float:
@@ -67,18 +72,57 @@ def measure(chip: Chip, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     command += ["--ids", str(IDS), "--bags", str(BAGS)]
     if not chip.sparsecores:
         command.append("--schedules")
+    results = _json_lines([*command, "--plain"])
+    kernels = {result["name"]: result for result in results if "plain" not in result}
+    for result in results:
+        if "plain" in result:
+            kernels[result["name"]]["plain"] = result
+    return kernels
+
+
+def measure_peers(chip: Chip) -> list[dict[str, Any]]:
+    """XLA's own SparseCore operations, and ours of the same names under "ours", at the matrix's sizes."""
+    command = [sys.executable, "-m", "recsys_tpu.aot.xla_sparsecore", chip.name]
+    peers = _json_lines([*command, "--ids", str(MATRIX[0].ids), "--bags", str(MATRIX[0].bags)])
+    names = [str(peer["name"]) for peer in peers]
+    ours = {
+        result["name"]: result
+        for result in _json_lines(
+            [sys.executable, "-m", "recsys_tpu.kernels.compile_matrix", chip.name, *names]
+        )
+    }
+    return [peer | {"ours": ours[peer["name"]]} for peer in peers]
+
+
+def peers_table(chip: Chip) -> Table:
+    """Temporaries of XLA's SparseCore operations as ratios of ours."""
+    table = Table(
+        title=f"{chip.name}: XLA's SparseCore operations, {MATRIX[0].ids:,} ids, {MATRIX[0].bags:,} bags"
+    )
+    for column in ("program", "temporaries MB", "ours MB", "ratio"):
+        table.add_column(column, justify="left" if column == "program" else "right")
+    for peer in measure_peers(chip):
+        if peer.get("error"):
+            table.add_row(peer["name"], "does not compile", "", peer["error"][:80])
+            continue
+        theirs, ours = peer["temporaries"], peer["ours"]["temporaries"]
+        table.add_row(peer["name"], f"{theirs / 1e6:.2f}", f"{ours / 1e6:.2f}", f"{theirs / ours:,.0f}")
+    return table
+
+
+def _json_lines(command: list[str]) -> list[dict[str, Any]]:
+    """What a command prints; it is a process of its own, for libtpu is loaded there as a compiler."""
     environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if run.returncode:
-        raise RuntimeError(f"compiling for {chip.name} failed: {run.stderr[-500:]}")
-    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    return {result["name"]: result for result in results}
+        raise RuntimeError(f"{' '.join(command)} failed: {run.stderr[-500:]}")
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 def row(program: Program, chip: Chip, result: dict[str, Any]) -> list[str]:
     """A line of the report."""
     if "error" in result:
-        return [program.name, "does not compile", *[""] * 5, result["error"][:40]]
+        return [program.name, "does not compile", *[""] * 7, result["error"][:40]]
     counted = traffic(program, chip, ids=IDS, unique=UNIQUE)
     loops = result.get("loops") or []
     deep = [loop for loop in loops if loop["depth"] == 3]
@@ -99,9 +143,16 @@ def row(program: Program, chip: Chip, result: dict[str, Any]) -> list[str]:
         f"{counted.ratio:.2f}",
         f"{counted.issued / chip.hbm_bytes_per_second * 1e6:,.0f}",
         f"{result['temporaries'] / 1e6:.1f}" + (f", in place {in_place}" if program.is_update else ""),
+        f"{result['vector_memory'] / 1024:,.0f}",
         bundles,
         peer,
+        _plain(result),
     ]
+
+
+def _plain(result: dict[str, Any]) -> str:
+    """Temporaries of the plain program."""
+    return f"{result['plain']['temporaries'] / 1e6:,.1f}" if "plain" in result else ""
 
 
 def main() -> None:
@@ -114,20 +165,22 @@ def main() -> None:
         help=f"compile the exchanges between chips for it (default: {', '.join(SLICES)})",
     )
     options = parser.parse_args()
-    console = Console(width=150)
+    console = Console(width=160)
     console.print(f"{IDS:,} ids in {BAGS:,} bags, {UNIQUE:,} distinct rows of a table of 2^20; {GOALS}")
     for name in options.chip or ["v5e", "v6e"]:
         chip = CHIPS[name]
-        programs = [p for p in MATRIX if p.name in NAMES and p.supported_on(chip)]
+        programs = [p for p in MATRIX if p.name in NAMES]
         results = measure(chip, tuple(program.name for program in programs))
         variant = "SparseCore" if chip.sparsecores else "TensorCore"
         table = Table(title=f"{chip.name}, {variant} kernels: counted and compiled, not run")
-        columns = ("program", "MB", "floor MB", "ratio", "us at HBM peak", "temporaries MB", "bundles")
-        for column in (*columns, "dense gradient"):
+        columns = ("program", "MB", "floor MB", "ratio", "us at HBM peak", "temporaries MB", "on chip KiB")
+        for column in (*columns, "bundles", "dense", "plain MB"):
             table.add_column(column, justify="left" if column in ("program", "bundles") else "right")
         for program in programs:
             table.add_row(*row(_sized(program), chip, results[program.name]))
         console.print(table)
+        if chip.sparsecores:
+            console.print(peers_table(chip))
     console.print(exchange_report())
     for topology in options.slice or SLICES:
         console.print(compiled_report(topology))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recsys_tpu.chips import Chip
+from recsys_tpu.kernels import tensorcore
 from recsys_tpu.kernels.arg_specs import Program
 from recsys_tpu.kernels.flat_rows import LINE
 
@@ -54,25 +55,45 @@ def _read_row(program: Program, chip: Chip) -> int:
 
 def _lookup(program: Program, chip: Chip, ids: int) -> Traffic:
     output = program.bags * program.dim * WORD
+    index = WORD * (2 if program.weighted else 1)
+    floor = ids * (program.row_bytes + index) + output + program.bags * WORD
+    if not program.by_kernel(chip):
+        return Traffic(ids * (_element_read(program) + _per_id(program)) + output, floor)
     issued = ids * (_read_row(program, chip) + _per_id(program)) + output + program.bags * WORD
     if chip.sparsecores and program.dim % LINE:
         issued += 2 * output  # XLA brings the linear output into its tiled layout
     if not chip.sparsecores and program.table == "packed":
         issued += 2 * output  # the halves are interleaved again
-    index = WORD * (2 if program.weighted else 1)
-    return Traffic(issued, ids * (program.row_bytes + index) + output + program.bags * WORD)
+    return Traffic(issued, floor)
 
 
 def _update(program: Program, chip: Chip, ids: int, unique: int) -> Traffic:
+    floor = _update_floor(program, ids, unique)
     gradient_row, touched = program.dim * WORD, program.row_bytes + program.state_bytes
-    by_kernel = chip.sparsecores or (program.table == "float32" and program.dim % LINE == 0)
+    if chip.sparsecores:
+        by_kernel = program.by_kernel(chip)
+    else:
+        by_kernel = program.table == "float32" and program.dim % LINE == 0
     if by_kernel:
-        issued = ids * (gradient_row + _per_id(program)) + unique * (2 * touched + 2 * WORD)
-    else:  # XLA: unpooled gradients written and summed into rows; whole lines read twice, written once
+        rows = unique * (2 * touched + 2 * WORD)
+        gradients = program.bags * gradient_row
+        if chip.sparsecores or gradients > tensorcore.resident_bytes(chip):
+            gradients = ids * gradient_row  # once an id
+        return Traffic(gradients + ids * _per_id(program) + rows, floor)
+    # XLA: unpooled gradients written and summed into rows
+    issued = ids * (4 * gradient_row + _per_id(program)) + unique * 4 * gradient_row
+    if program.by_kernel(chip):  # whole lines read twice, written once
         line = max(LINE * WORD, program.row_bytes)
-        issued = ids * (4 * gradient_row + _per_id(program)) + unique * (3 * line + 4 * gradient_row)
-        issued += unique * 3 * (line * (program.state_bytes // gradient_row) or WORD)
-    return Traffic(issued, _update_floor(program, ids, unique))
+        issued += unique * 3 * (line + (line * (program.state_bytes // gradient_row) or WORD))
+    else:
+        states = 2 * program.state_bytes
+        issued += unique * (2 * _element_read(program) + states)
+    return Traffic(issued, floor)
+
+
+def _element_read(program: Program) -> int:
+    """A row read element by element: an index each, and the gathered row written and read once more."""
+    return program.row_bytes + 3 * program.dim * WORD
 
 
 def _update_floor(program: Program, ids: int, unique: int) -> int:

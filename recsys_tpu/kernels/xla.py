@@ -23,10 +23,11 @@ def pooled_lookup(
     *,
     num_bags: int,
     dim: int,
+    by_line: bool = False,
 ) -> jax.Array:
-    """`[R * dim]` table, ids `[N]` in bag order -> float32 `[B, dim]`."""
+    """`[R * dim]` table, ids `[N]` in bag order -> float32 `[B, dim]`.  by_line: see `flat_rows`."""
     del bag_offsets  # for kernels that deal out bags
-    gathered = _values(read_rows(flat, rows, _words(flat, dim)))
+    gathered = _values(read_rows(flat, rows, _words(flat, dim), by_line=by_line))
     if weights is not None:
         gathered = gathered * weights[:, None]
     pooled = jnp.zeros((num_bags, dim), jnp.float32)
@@ -34,10 +35,10 @@ def pooled_lookup(
 
 
 def sequence_lookup(
-    flat: jax.Array, rows: jax.Array, bags: jax.Array, *, num_bags: int, dim: int
+    flat: jax.Array, rows: jax.Array, bags: jax.Array, *, num_bags: int, dim: int, by_line: bool = False
 ) -> jax.Array:
     """`[R * dim]` table, ids `[N]` -> float32 `[N, dim]`, padding 0."""
-    gathered = _values(read_rows(flat, rows, _words(flat, dim)))
+    gathered = _values(read_rows(flat, rows, _words(flat, dim), by_line=by_line))
     return jnp.where((bags < num_bags)[:, None], gathered, 0.0)
 
 

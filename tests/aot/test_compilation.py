@@ -132,6 +132,7 @@ def test_chip_figures_are_those_of_torch_tpu_and_jax():
         assert CHIPS[name].hbm_bytes == hardware._HBM_BYTES_PER_CHIP[version] // devices
         info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[jax_name], 1)
         assert CHIPS[name].hbm_bytes_per_second == info.mem_bw_bytes_per_second * cores_per_device
+        assert CHIPS[name].vmem_bytes == info.vmem_capacity_bytes
     assert chip_of("v5p:2x2x1").name == "v5p"
 
 

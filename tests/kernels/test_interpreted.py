@@ -7,6 +7,8 @@ kernels; for SparseCore blocks the detector takes minutes.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from recsys_tpu.kernels import hyper_tensor, packed, reference, tensorcore, unpacked
 from recsys_tpu.kernels.sparsecore.lookup import pooled_lookup as sparsecore_lookup
 from recsys_tpu.kernels.sparsecore.update import fused_update as sparsecore_update
+from recsys_tpu.kernels.tensorcore import update, windows
 from tests.kernels import interpreted
 from tests.kernels.cases import SPECS, Case
 
@@ -28,18 +31,22 @@ def _clean_interpreter():
     pltpu.reset_tpu_interpret_mode_state()
 
 
+GUARDS = 4  # rows behind the tables of a stack, NaN: no kernel may let them reach a result, or change them
+
+
 def hard_case(num_rows: int, ids: int, num_bags: int, capacity: int) -> Case:
-    """A hot row with half of the ids (cut between workers), both ends, empty bags, padding."""
+    """A hot row with half of the ids (cut between workers), both ends, empty bags, padding, guards."""
     rng = np.random.default_rng(0)
-    rows = rng.integers(0, num_rows, ids)
+    rows = rng.integers(0, num_rows - GUARDS, ids)
     rows[: ids // 2] = 7
-    rows[-2:] = 0, num_rows - 1
+    rows[-2:] = 0, num_rows - GUARDS - 1
     bags = np.sort(rng.integers(1, num_bags - 1, ids))
     return Case(num_rows, num_bags, rows, bags, rng.random(ids).astype(np.float32), capacity, capacity)
 
 
 def table_of(case: Case, dim: int, form: str) -> torch.Tensor:
     flat = torch.randn(case.num_rows * dim, generator=torch.Generator().manual_seed(0))
+    flat[-GUARDS * dim :] = torch.nan
     return flat if form == "float32" else packed(flat.bfloat16())
 
 
@@ -71,7 +78,8 @@ def check_update(run, case: Case, dim: int, form: str, name: str) -> None:
     # where float32 rounds differently at a tie: one unit in the last place of bfloat16
     tolerance = 8e-3 if form == "packed" else 2e-6
     new = values(torch.from_numpy(np.array(results[0])))
-    torch.testing.assert_close(new, values(flat), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(new, values(flat), atol=tolerance, rtol=tolerance, equal_nan=True)
+    assert new[: -GUARDS * dim].isfinite().all()
     for got, expected in zip(results[1:], state, strict=True):
         torch.testing.assert_close(torch.from_numpy(np.array(got)), expected, atol=3e-5, rtol=1e-5)
 
@@ -87,6 +95,7 @@ def test_sparsecore_lookup(chip, dim, form, mode):
     function = functools.partial(sparsecore_lookup, num_bags=case.num_bags, dim=dim, target=target)
     got = interpreted.run(target, function, *lookup_arguments(case, flat))
     expected = reference.pooled_lookup(flat, case.batch(), dim).numpy()
+    assert np.isfinite(got).all()
     np.testing.assert_array_equal(got, expected)  # the same order of summation: the same bits
 
 
@@ -133,6 +142,7 @@ def test_tensorcore_lookup(dim, form, mode):
         window=16,
     )
     expected = reference.pooled_lookup(flat, case.batch(), dim).numpy()
+    assert np.isfinite(np.asarray(got)).all()
     np.testing.assert_allclose(np.asarray(got), expected, atol=2e-6, rtol=1e-6)
     assert not races_found()
 
@@ -150,6 +160,43 @@ def test_tensorcore_update(dim, mode, name):
 
     check_update(run, case, dim, "float32", name)
     assert not races_found()
+
+
+class ForgetsToWait:
+    """`pltpu` for a kernel that starts copies and never waits for a whole buffer of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pltpu, name)
+
+    @staticmethod
+    def make_async_copy(source: Any, target: Any, semaphore: Any) -> Any:
+        copy = pltpu.make_async_copy(source, target, semaphore)
+        return SimpleNamespace(wait=lambda: None) if source is target else copy
+
+
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+def test_a_lookup_that_does_not_wait_for_its_rows_is_found(monkeypatch, mode):
+    """As a race when copies happen at once, as NaN when they happen late."""
+    monkeypatch.setattr(windows, "pltpu", ForgetsToWait())
+    case = hard_case(64, 40, 24, 48)
+    flat = table_of(case, 128, "float32")
+    options = {"num_bags": case.num_bags, "dim": 128, "block": 8, "window": 16}
+    got = tensorcore.pooled_lookup(*lookup_arguments(case, flat), interpret=interpreter(mode), **options)
+    assert races_found() or np.isnan(np.asarray(got)).any()
+
+
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+def test_an_update_that_does_not_wait_for_its_rows_is_found(monkeypatch, mode):
+    """It would step rows that are not there yet, and overwrite buffers that are still on their way out."""
+    monkeypatch.setattr(update, "pltpu", ForgetsToWait())
+    case = hard_case(64, 40, 24, 48)
+    flat, batch, spec = table_of(case, 128, "float32"), case.batch(), SPECS["sgd"]
+    order = (batch.unique_rows, batch.row_offsets, batch.sorted_bags, batch.segments, batch.sorted_weights)
+    arguments = (torch.ones(case.num_bags, 128), *order, hyper_tensor(spec, learning_rate=0.1, step=1))
+    options = {"interpret": interpreter(mode), "block_size": 8, "window": 16}
+    flat_array = jnp.asarray(flat.numpy().copy())
+    (new,) = tensorcore.update_lines(flat_array, (), *(x.numpy() for x in arguments), spec=spec, **options)
+    assert races_found() or np.isnan(np.asarray(new)[: -GUARDS * 128]).any()
 
 
 @pytest.mark.parametrize("form", ["float32", "packed"])

@@ -38,9 +38,9 @@ def pooled_lookup(
     sizes = Sizes(words, block, blocks, packed, weights is not None, window)
     width = sizes.words * sizes.halves
 
-    def body(bounds: Ref, table: Ref, ids: Ref, bags_h: Ref, *rest: Ref) -> None:
+    def body(bounds: Ref, table: Ref, source_h: Ref, places_h: Ref, *rest: Ref) -> None:
         weights_h, out, *buffers = rest if weights is not None else (None, *rest)
-        sums = windows.sum_segments(sizes, bounds, table, ids, bags_h, weights_h, buffers)
+        sums = windows.sum_segments(sizes, bounds, table, source_h, places_h, weights_h, buffers)
         for half in range(sizes.halves):
             for line in range(sizes.lines):
                 words = min(sizes.words, LINE)
@@ -51,7 +51,8 @@ def pooled_lookup(
                 out[:, pl.ds(half * sizes.words + line * words, words)] = total
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    inputs = [windows.in_windows(rows, sizes, 0), windows.in_windows(bags, sizes, num_bags)]
+    source_at, places = windows.addresses(rows, bags, sizes)
+    inputs = [windows.in_windows(source_at, sizes, 0), windows.in_windows(places, sizes, 0)]
     inputs += [] if weights is None else [windows.in_windows(weights, sizes, 0.0)]
     pooled = pl.pallas_call(
         body,
@@ -75,11 +76,12 @@ def pooled_lookup(
 
 
 def sequence_lookup(
-    flat: jax.Array, rows: jax.Array, bags: jax.Array, *, num_bags: int, dim: int
+    flat: jax.Array, rows: jax.Array, bags: jax.Array, *, num_bags: int, dim: int, debug: bool = False
 ) -> jax.Array:
     """As `xla.sequence_lookup`: a pooled lookup in which every id is its own bag."""
     ids = rows.shape[0]
     valid = (bags < num_bags).sum(dtype=jnp.int32)
     at = jnp.arange(ids + 1, dtype=jnp.int32)
     own_bag = jnp.where(at[:-1] < valid, at[:-1], ids)
-    return pooled_lookup(flat, rows, own_bag, jnp.minimum(at, valid), None, num_bags=ids, dim=dim)
+    offsets = jnp.minimum(at, valid)
+    return pooled_lookup(flat, rows, own_bag, offsets, None, num_bags=ids, dim=dim, debug=debug)

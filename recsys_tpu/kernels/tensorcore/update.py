@@ -2,6 +2,8 @@
 
 Grid steps are blocks of touched rows.  While a block's gradients are summed, its table rows and element
 states are on their way in, the block before is on its way out; each row is read and written once.
+Gradients that fit into VMEM are read into it whole, once, however many ids a bag has; larger ones are
+fetched row by row, once an id.
 A row-wise state is a number a row: XLA gathers and scatters those around the kernel, which reads them as
 scalars and returns them a block to a register.
 """
@@ -21,6 +23,7 @@ from recsys_tpu.kernels.tensorcore.windows import LINE, Ref, Sizes
 
 BLOCK = LINE  # touched rows a block: the row-wise states of a block are one register
 UNROLL = 8
+WORKING_BYTES = 16 << 20  # VMEM of everything but the gradients, at most
 
 
 def fused_update(
@@ -37,12 +40,14 @@ def fused_update(
     spec: OptimizerSpec,
     interpret: pltpu.InterpretParams | None = None,
     debug: bool = False,
+    resident_bytes: int = 0,
     block_size: int = BLOCK,
     window: int = windows.WINDOW,
 ) -> tuple[jax.Array, ...]:
     """As `xla.fused_update`, for float32 tables whose dim is a multiple of 128.
 
-    Raises ValueError for others.
+    resident_bytes: VMEM for the gradients of all bags; larger ones stay in HBM.
+    Raises ValueError for other tables.
     """
     (num_bags, dim), capacity = grad_output.shape, unique_rows.shape[0]
     if flat.dtype != jnp.float32 or dim % LINE:
@@ -51,7 +56,8 @@ def fused_update(
         )
     num_rows, blocks = flat.shape[0] // dim, -(-capacity // block_size)
     weighted = sorted_weights is not None
-    sizes = Sizes(dim, block_size, blocks, packed=False, weighted=weighted, window=window)
+    resident = num_bags * dim * 4 <= resident_bytes
+    sizes = Sizes(dim, block_size, blocks, packed=False, weighted=weighted, window=window, resident=resident)
     lines, elements = sizes.lines, spec.element_states
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
@@ -59,22 +65,22 @@ def fused_update(
     in_blocks = jnp.minimum(touched, num_rows - 1).reshape(blocks, 1, block_size)
     count = (unique_rows < num_rows).sum(dtype=jnp.int32)
     row_inputs = [state[0].at[in_blocks].get(mode="clip")] if spec.has_row_state else []
-    ids = [windows.in_windows(jnp.minimum(sorted_bags, num_bags - 1), sizes, 0)]
-    ids += [windows.in_windows(segments, sizes, capacity)]
+    source_at, places = windows.addresses(jnp.minimum(sorted_bags, num_bags - 1), segments, sizes)
+    ids = [windows.in_windows(source_at, sizes, 0), windows.in_windows(places, sizes, 0)]
     ids += [] if sorted_weights is None else [windows.in_windows(sorted_weights, sizes, 0.0)]
     buffers = [flat.reshape(-1, LINE)] + [s.reshape(-1, LINE) for s in state[:elements]]
 
     def body(bounds: Ref, counts: Ref, hyper_s: Ref, *refs: Ref) -> None:
         # The first refs, the inputs, are the memory of the outputs, which are read and written.
         rest = list(refs[len(buffers) :])
-        gradients, ids_h, segments_h = rest[0], rest[1], rest[2]
+        gradients, source_h, places_h = rest[0], rest[1], rest[2]
         weights_h = rest[3] if sizes.weighted else None
         rest = rest[3 + sizes.weighted :]
         rows_h, rest = rest[0], rest[1:]
         states_h, rest = (rest[0], rest[1:]) if spec.has_row_state else (None, rest)
         tables, rest = rest[: len(buffers)], rest[len(buffers) :]
         new_states, rest = (rest[0], rest[1:]) if spec.has_row_state else (None, rest)
-        rows_s, states_s, values, meta_semaphore, semaphores, *sum_buffers = rest
+        rows_s, states_s, values, resident_v, meta_semaphore, semaphores, *sum_buffers = rest
         block, touched_rows = pl.program_id(0), counts[0]
 
         def size_of(b: Any) -> Any:
@@ -156,14 +162,22 @@ def fused_update(
             if new_states is not None:
                 new_states[0] = states
 
-        pl.when(block == 0)(lambda: read(0))
+        def start() -> None:
+            if resident:
+                whole = pltpu.make_async_copy(gradients, resident_v, meta_semaphore)
+                whole.start()
+                whole.wait()
+            read(0)
+
+        pl.when(block == 0)(start)
 
         @pl.when(size_of(block + 1) > 0)
         def _() -> None:
             pl.when(block > 0)(lambda: wait_written(block - 1))
             read(block + 1)
 
-        sums = windows.sum_segments(sizes, bounds, gradients, ids_h, segments_h, weights_h, sum_buffers)
+        source = resident_v if resident else gradients
+        sums = windows.sum_segments(sizes, bounds, source, source_h, places_h, weights_h, sum_buffers)
         first_or_some = (block == 0) | (size_of(block) > 0)
 
         @pl.when(first_or_some)
@@ -181,11 +195,13 @@ def fused_update(
         pltpu.SMEM((2 * block_size,), jnp.int32),
         pltpu.SMEM((2 * block_size,), jnp.float32),
         pltpu.VMEM((len(buffers), 2 * block_size, lines, LINE), jnp.float32),
+        pltpu.VMEM((num_bags if resident else 1, lines, LINE), jnp.float32),
         pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA((2, 2)),
         *windows.scratch(sizes),
     ]
-    gradients = grad_output.astype(jnp.float32).reshape(-1, LINE)
+    gradients = grad_output.astype(jnp.float32)
+    gradients = gradients.reshape(num_bags, lines, LINE) if resident else gradients.reshape(-1, LINE)
     inputs = [*buffers, gradients, *ids, in_blocks, *row_inputs]
     state_out = [jax.ShapeDtypeStruct((blocks, 1, block_size), jnp.float32)] if spec.has_row_state else []
     state_spec = [pl.BlockSpec((1, 1, block_size), lambda i, *_: (i, 0, 0))] if spec.has_row_state else []
@@ -203,7 +219,9 @@ def fused_update(
         input_output_aliases={3 + k: k for k in range(len(buffers))},
         interpret=interpret or False,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), disable_bounds_checks=not debug
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=not debug,
+            vmem_limit_bytes=num_bags * dim * 4 + WORKING_BYTES if resident else None,
         ),
     )(windows.block_bounds(row_offsets, sizes), count[None], hyper, *inputs)
     new_buffers = [result.reshape(-1) for result in results[: len(buffers)]]
