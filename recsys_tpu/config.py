@@ -245,6 +245,16 @@ class TrainConfig(Section):
     eval_batch_size: PositiveInt = 8192
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: at the end only")
     keep_checkpoints: PositiveInt = 3
+    step: Literal["separate_ops", "one_program"] = Field(
+        "separate_ops",
+        description="lookups and updates as operations around compiled towers, or the whole step as one "
+        "program that takes over tables and weights (one chip, dlrm); the losses are the same",
+    )
+    debug_ids: bool = Field(
+        False,
+        description="check right before each lookup that every id lies in its table, and build kernels with "
+        "bounds checks; waits for the device in each step",
+    )
     resume: str = Field("never", description="never, auto (newest of this run) or a checkpoint's path")
     start_from: Path | None = Field(
         None, description="a plain state_dict (torch.save) to start from, where nothing is resumed"

@@ -20,8 +20,9 @@ from recsys_tpu.checkpoint import CheckpointStore, TrainerState, load_tensors, r
 from recsys_tpu.checkpoint_storage import flat
 from recsys_tpu.config import Config, dump_config
 from recsys_tpu.embeddings.initialization import initialize_tables
-from recsys_tpu.errors import PreemptedError, TrainingDivergedError
+from recsys_tpu.errors import ConfigError, PreemptedError, TrainingDivergedError
 from recsys_tpu.host_memory import release_free_memory
+from recsys_tpu.kernels.debug import debugging
 from recsys_tpu.numerics import SpikeWatch, first_bad_tensor, gradient_norm
 from recsys_tpu.optimizers import LearningRateSchedule, build_optimizer, fuse_table_optimizer
 from recsys_tpu.plain_state import load_plain, read_plain
@@ -38,6 +39,7 @@ from recsys_tpu.sharding.pipeline import buffer_metrics, host_times, prepared_ah
 from recsys_tpu.sharding.placement import shard_model
 from recsys_tpu.step_timer import StepTimer
 from recsys_tpu.tasks import Metrics, Task, build_task
+from recsys_tpu.whole_step import WholeStep
 
 
 class Trainer:
@@ -61,6 +63,7 @@ class Trainer:
             self.total_steps = min(self.total_steps, config.train.max_steps)
         self.model = self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer.dense)
+        self.whole_step = self._build_whole_step()
         self.schedule = LearningRateSchedule(self.optimizer, config.optimizer.schedule, self.total_steps)
         max_norm = config.optimizer.max_gradient_norm
         self.clipping = None if max_norm is None else GlobalNormClipping(self.model, max_norm)
@@ -88,7 +91,7 @@ class Trainer:
             CheckpointError, DatasetError: see `CheckpointStore`, `ParquetReader`.
         """
         try:
-            with self.stop.listening():
+            with self.stop.listening(), debugging(self.config.train.debug_ids):
                 metrics = self._run()
         except Exception as error:
             lost = self.peers.explain(error)
@@ -158,6 +161,13 @@ class Trainer:
         initialize_tables(sharded.state_dict(), configs, self.config.run.seed)
         self._time_lookups(model)
         return sharded
+
+    def _build_whole_step(self) -> WholeStep | None:
+        if self.config.train.step == "separate_ops":
+            return None
+        if self.config.optimizer.max_gradient_norm is not None:
+            raise ConfigError("train.step=one_program does not clip: unset optimizer.max_gradient_norm")
+        return WholeStep(self.model, self.optimizer, self.task, self.config.optimizer.dense, self.runtime)
 
     def _time_lookups(self, model: Any) -> None:
         """Take the sparse forward out of the model's forward in the step's breakdown."""
@@ -251,6 +261,17 @@ class Trainer:
         self.schedule.apply(self.step)
         with self.timer.phase("optimizer"):
             self.optimizer.zero_grad()
+        loss = self._separate_ops(batch) if self.whole_step is None else self._one_program(batch)
+        self.timer.step_done()
+        self.runtime.compile_watch.step_done()
+        return loss.detach() / self.runtime.world_size
+
+    def _one_program(self, batch: Any) -> Tensor:
+        assert self.whole_step is not None
+        with self.timer.phase("one_program"):
+            return self.whole_step(batch)
+
+    def _separate_ops(self, batch: Any) -> Tensor:
         with self.timer.phase("dense_forward"):
             loss = self.task.loss(self.model, batch)
         # on other devices this would wait for the step; they find it when the losses are logged
@@ -262,9 +283,7 @@ class Trainer:
             if self.clipping is not None:
                 self.gradient_norm = self.clipping.apply()
             self.optimizer.step()
-        self.timer.step_done()
-        self.runtime.compile_watch.step_done()
-        return loss.detach() / self.runtime.world_size
+        return loss
 
     def _log_steps(self, losses: list[Tensor], seconds: float, steps: int) -> None:
         if not losses:

@@ -202,7 +202,10 @@ def test_a_topology_of_other_size_is_refused(tmp_path: Path, start: Any) -> None
         start(tiny(tmp_path, sharding__topology="v6e:2x2"))
 
 
-def test_the_emulated_device_trains_as_the_cpu(tmp_path: Path, start: Any, tpu: torch.device) -> None:
+@pytest.mark.parametrize("step", ["separate_ops", "one_program"])
+def test_the_emulated_device_trains_as_the_cpu(
+    tmp_path: Path, start: Any, tpu: torch.device, step: str
+) -> None:
     on_cpu = tiny(tmp_path, train__max_steps=40)
     start(on_cpu).run()
     emulated = tiny(
@@ -211,6 +214,7 @@ def test_the_emulated_device_trains_as_the_cpu(tmp_path: Path, start: Any, tpu: 
         run__name="emulated",
         runtime__device="tpu-emulated",
         runtime__compile=True,
+        train__step=step,
     )
     trainer = start(emulated)
     before = state(trainer)
@@ -219,3 +223,29 @@ def test_the_emulated_device_trains_as_the_cpu(tmp_path: Path, start: Any, tpu: 
     after = state(trainer)
     assert [name for name in before if torch.equal(before[name], after[name])] == []
     assert {value.device.type for value in after.values()} == {"tpu"}
+
+
+@pytest.mark.parametrize("dense", [{"kind": "adagrad"}, {"kind": "sgd", "momentum": 0.9}])
+def test_one_program_goes_on_from_a_checkpoint_of_separate_ops(
+    tmp_path: Path, start: Any, tpu: torch.device, dense: dict[str, Any]
+) -> None:
+    """Optimizer state is in the same place in both forms, for every dense optimizer."""
+    options = {"optimizer__dense": dense, "runtime__device": "tpu-emulated"}
+    first = tiny(tmp_path, run__name="first", train__max_steps=8, train__checkpoint_every=4, **options)
+    start(first).run()
+    checkpoint = sorted((first.run.directory / "checkpoints").iterdir())[0]
+    second = tiny(
+        tmp_path,
+        run__name="second",
+        train__max_steps=8,
+        train__step="one_program",
+        train__resume=str(checkpoint),
+        **options,
+    )
+    start(second).run()
+    assert losses(second) == pytest.approx(losses(first)[4:], rel=1e-4)
+
+
+def test_one_program_needs_a_tpu_device(tmp_path: Path, start: Any) -> None:
+    with pytest.raises(ConfigError, match="one_program needs a tpu device"):
+        start(tiny(tmp_path, train__step="one_program"))

@@ -63,6 +63,12 @@ class Ahead(Generic[Input, Output]):
         finally:
             self.times.waited_s += time.perf_counter() - began
 
+    def put(self, value: Input, result: Output) -> None:
+        """Makes `result` what the next `take` of `value` returns."""
+        done: Future[Output] = Future()
+        done.set_result(result)
+        self._started[id(value)] = (value, done)
+
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the thread after the work that was started, and forgets its results.
 

@@ -174,8 +174,9 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         if batch.pieces is not None:
             return self._flat(batch, batch.pieces)
         outputs = [kernel(group) for kernel, group in zip(self._emb_modules, batch.groups, strict=True)]
-        nothing = self._dummy_embs_tensor.view(batch.num_samples, 0)
-        return embeddings_cat_empty_rank_handle(outputs, nothing, dim=1)
+        if not outputs:
+            return self._dummy_embs_tensor.view(batch.num_samples, 0)
+        return embeddings_cat_empty_rank_handle(outputs, self._dummy_embs_tensor, dim=1)
 
     def _flat(self, batch: LookupInput, pieces: Pieces) -> Tensor:
         outputs = [
