@@ -80,33 +80,22 @@ def measure(chip: Chip, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     return kernels
 
 
-def measure_peers(chip: Chip) -> list[dict[str, Any]]:
-    """XLA's own SparseCore operations, and ours of the same names under "ours", at the matrix's sizes."""
-    command = [sys.executable, "-m", "recsys_tpu.aot.xla_sparsecore", chip.name]
-    peers = _json_lines([*command, "--ids", str(MATRIX[0].ids), "--bags", str(MATRIX[0].bags)])
-    names = [str(peer["name"]) for peer in peers]
-    ours = {
-        result["name"]: result
-        for result in _json_lines(
-            [sys.executable, "-m", "recsys_tpu.kernels.compile_matrix", chip.name, *names]
-        )
-    }
-    return [peer | {"ours": ours[peer["name"]]} for peer in peers]
-
-
-def peers_table(chip: Chip) -> Table:
-    """Temporaries of XLA's SparseCore operations as ratios of ours."""
-    table = Table(
-        title=f"{chip.name}: XLA's SparseCore operations, {MATRIX[0].ids:,} ids, {MATRIX[0].bags:,} bags"
-    )
+def peers_table(chip: Chip, ids: int, bags: int) -> Table:
+    """Temporaries of XLA's own SparseCore operations as ratios of ours."""
+    sizes = ["--ids", str(ids), "--bags", str(bags)]
+    peers = _json_lines([sys.executable, "-m", "recsys_tpu.aot.xla_sparsecore", chip.name, *sizes])
+    command = [sys.executable, "-m", "recsys_tpu.kernels.compile_matrix", chip.name, *sizes]
+    compiled = _json_lines([*command, *(str(peer["name"]) for peer in peers)])
+    ours = {result["name"]: result["temporaries"] for result in compiled}
+    title = f"{chip.name}: XLA's SparseCore operations beside ours, {ids:,} ids, {bags:,} bags"
+    table = Table(title=title)
     for column in ("program", "temporaries MB", "ours MB", "ratio"):
         table.add_column(column, justify="left" if column == "program" else "right")
-    for peer in measure_peers(chip):
-        if peer.get("error"):
-            table.add_row(peer["name"], "does not compile", "", peer["error"][:80])
-            continue
-        theirs, ours = peer["temporaries"], peer["ours"]["temporaries"]
-        table.add_row(peer["name"], f"{theirs / 1e6:.2f}", f"{ours / 1e6:.2f}", f"{theirs / ours:,.0f}")
+    for peer in peers:
+        name, error = peer["name"], peer.get("error")
+        theirs = "does not compile" if error else f"{peer['temporaries'] / 1e6:.2f}"
+        ratio = error[:80] if error else f"{peer['temporaries'] / ours[name]:,.0f}"
+        table.add_row(name, theirs, f"{ours[name] / 1e6:.2f}", ratio)
     return table
 
 
@@ -180,7 +169,8 @@ def main() -> None:
             table.add_row(*row(_sized(program), chip, results[program.name]))
         console.print(table)
         if chip.sparsecores:
-            console.print(peers_table(chip))
+            console.print(peers_table(chip, MATRIX[0].ids, MATRIX[0].bags))
+            console.print(peers_table(chip, IDS, BAGS))
     console.print(exchange_report())
     for topology in options.slice or SLICES:
         console.print(compiled_report(topology))

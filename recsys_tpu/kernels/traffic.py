@@ -43,9 +43,10 @@ def dense_gradient_traffic(program: Program, *, ids: int) -> Traffic:
     return Traffic(issued, _update_floor(program, ids, min(ids, program.rows)))
 
 
-def _per_id(program: Program) -> int:
-    """Index, segment and weight."""
-    return WORD * (3 if program.weighted else 2)
+def _per_id(program: Program, chip: Chip) -> int:
+    """Index, segment and weight; for a TensorCore XLA reads the first two and writes addresses."""
+    addresses = 0 if chip.sparsecores else 4 * WORD
+    return WORD * (3 if program.weighted else 2) + addresses
 
 
 def _read_row(program: Program, chip: Chip) -> int:
@@ -58,8 +59,8 @@ def _lookup(program: Program, chip: Chip, ids: int) -> Traffic:
     index = WORD * (2 if program.weighted else 1)
     floor = ids * (program.row_bytes + index) + output + program.bags * WORD
     if not program.by_kernel(chip):
-        return Traffic(ids * (_element_read(program) + _per_id(program)) + output, floor)
-    issued = ids * (_read_row(program, chip) + _per_id(program)) + output + program.bags * WORD
+        return Traffic(ids * (_element_read(program) + _per_id(program, chip)) + output, floor)
+    issued = ids * (_read_row(program, chip) + _per_id(program, chip)) + output + program.bags * WORD
     if chip.sparsecores and program.dim % LINE:
         issued += 2 * output  # XLA brings the linear output into its tiled layout
     if not chip.sparsecores and program.table == "packed":
@@ -79,9 +80,9 @@ def _update(program: Program, chip: Chip, ids: int, unique: int) -> Traffic:
         gradients = program.bags * gradient_row
         if chip.sparsecores or gradients > tensorcore.resident_bytes(chip):
             gradients = ids * gradient_row  # once an id
-        return Traffic(gradients + ids * _per_id(program) + rows, floor)
+        return Traffic(gradients + ids * _per_id(program, chip) + rows, floor)
     # XLA: unpooled gradients written and summed into rows
-    issued = ids * (4 * gradient_row + _per_id(program)) + unique * 4 * gradient_row
+    issued = ids * (4 * gradient_row + _per_id(program, chip)) + unique * 4 * gradient_row
     if program.by_kernel(chip):  # whole lines read twice, written once
         line = max(LINE * WORD, program.row_bytes)
         issued += unique * 3 * (line + (line * (program.state_bytes // gradient_row) or WORD))

@@ -53,7 +53,7 @@ def test_traffic_of_an_update_does_not_know_the_table():
 
 def test_a_tensorcore_reads_gradients_once_where_they_fit():
     update = program("sgd-float32-128", ids=10, bags=2)
-    rows_and_ids = 8 * (2 * 512 + 8) + 10 * 12
+    rows_and_ids = 8 * (2 * 512 + 8) + 10 * (12 + 16)
     assert traffic(update, CHIPS["v5e"], ids=10, unique=8).issued == 2 * 512 + rows_and_ids
     large = replace(update, bags=1 << 20)
     assert traffic(large, CHIPS["v5e"], ids=10, unique=8).issued == 10 * 512 + rows_and_ids
