@@ -248,7 +248,7 @@ class TrainConfig(Section):
     step: Literal["separate_ops", "one_program"] = Field(
         "separate_ops",
         description="lookups and updates as operations around compiled towers, or the whole step as one "
-        "program that takes over tables and weights (one chip, dlrm); the losses are the same",
+        "program that takes over the tables (one chip, click models); the losses are the same",
     )
     debug_ids: bool = Field(
         False,

@@ -1,4 +1,4 @@
-"""The train step as one donated XLA program: lookups, towers, backward and every optimizer.
+"""The train step as one XLA program: lookups, towers, backward and every optimizer; tables are donated.
 
 The other form (the trainer's default) runs lookups and updates as operations of their own around compiled
 towers.  Both are the same code: this one traces the task's loss with tables, weights and optimizer state
@@ -24,7 +24,7 @@ from recsys_tpu.embeddings.fused_tables import FusedTables
 from recsys_tpu.errors import ConfigError
 from recsys_tpu.kernels.debug import is_debugging
 from recsys_tpu.kernels.one_program import compile_donating
-from recsys_tpu.models.dlrm import DLRM
+from recsys_tpu.models.click_model import ClickModel
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.tasks import Task
 
@@ -35,7 +35,7 @@ class WholeStep:
     """Runs train steps of a model on one chip as one program, compiled anew only for new shapes.
 
     Raises:
-        ConfigError: the run has several ranks, no `tpu` device, or another model than DLRM.
+        ConfigError: the run has several ranks, no `tpu` device, or no click model.
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class WholeStep:
         key = (form, batch.global_rows, *(tuple(value.shape) for value in tensors))
         if key not in self._programs:
             step = self._pure_step(ctx, batch, inputs, len(state))
-            self._programs[key] = compile_donating(step, arguments, donate=range(len(state)))
+            # Not the weights of the towers: on this device a clone may share its original's memory.
+            donated = sum(1 for tables in self._tables for _ in _buffers(tables))
+            self._programs[key] = compile_donating(step, arguments, donate=range(donated))
         loss, *new_state = self._programs[key](*arguments)
         with torch.no_grad():
             for tensor, result in zip(state, new_state, strict=True):
@@ -171,8 +173,8 @@ def _check(runtime: Runtime, model: DistributedModelParallel) -> None:
             f"train.step=one_program trains on one chip, but the run has {runtime.world_size} ranks: use "
             "separate_ops"
         )
-    if not isinstance(model.module, DLRM):
-        raise ConfigError("train.step=one_program trains model.kind=dlrm only: use separate_ops")
+    if not isinstance(model.module, ClickModel):
+        raise ConfigError("train.step=one_program trains click models only: use separate_ops")
 
 
 def _fused_tables(collection: Any) -> list[FusedTables]:
