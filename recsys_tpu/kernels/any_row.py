@@ -42,7 +42,8 @@ def takes_rows(lanes: int | None, dtype: Any, dim: int) -> bool:
     words = dim // 2 if dtype == jnp.int32 else dim
     if lanes is not None:
         return words % lanes == 0
-    return words % LINE == 0 or LINE % words == 0
+    # A lookup keeps a sum for each row that a line has room for: more than 16 are too many for VMEM.
+    return words % LINE == 0 or (LINE % words == 0 and LINE // words <= 16)
 
 
 def _pick(

@@ -93,7 +93,9 @@ def _update(program: Program, chip: Chip, ids: int, unique: int) -> Traffic:
 
 
 def _element_read(program: Program) -> int:
-    """A row read element by element: an index each, and the gathered row written and read once more."""
+    """A row that XLA reads, then writes and reads once more: by its line, or by an index an element."""
+    if program.table != "bfloat16" and LINE % (program.row_bytes // WORD) == 0:
+        return LINE * WORD + 2 * program.dim * WORD
     return program.row_bytes + 3 * program.dim * WORD
 
 

@@ -29,6 +29,8 @@ REPRESENTATIVE = (
     "rowwise_adagrad-float32-16",
     "rowwise_adagrad-packed-128",
     "adam-float32-32",
+    "pooled-bfloat16-64",
+    "rowwise_adagrad-float32-20",
 )
 
 
