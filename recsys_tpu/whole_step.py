@@ -75,7 +75,7 @@ class WholeStep:
             tables.next_step()
         state = list(self._state())
         hypers = [tables.hyper() for tables in self._tables]
-        arguments = [*state, *hypers, self._rate_and_step(), *self._constants.values(), *tensors]
+        arguments = [*state, *hypers, self._rate_and_corrections(), *self._constants.values(), *tensors]
         key = (form, batch.global_rows, *(tuple(value.shape) for value in tensors))
         if key not in self._programs:
             step = self._pure_step(ctx, batch, inputs, len(state))
@@ -105,15 +105,16 @@ class WholeStep:
                     held[kind] = torch.zeros_like(parameter, requires_grad=False)
                 yield held[kind]
 
-    def _rate_and_step(self) -> Tensor:
-        """Learning rate and step number of the dense optimizer, `[2]`, after counting the step."""
-        step = 1.0
+    def _rate_and_corrections(self) -> Tensor:
+        """Learning rate and bias corrections of the dense optimizer, `[3]`, after counting the step."""
+        step = 1
         for parameter in self._weights.values():
             held = self._dense_optimizer.state[parameter]
             if self._config.kind != "sgd":
-                step = float(held.setdefault("step", torch.zeros(())).add_(1))
+                step = int(held.setdefault("step", torch.zeros(())).add_(1))
         rate = self._dense_optimizer.param_groups[0]["lr"]
-        return torch.tensor([rate, step], dtype=torch.float32).to(self._device)
+        values = [rate, *dense_rules.bias_corrections(step)]
+        return torch.tensor(values, dtype=torch.float32).to(self._device)
 
     def _pure_step(self, ctx: Any, batch: Batch, inputs: Any, state_size: int) -> Program:
         """The step as a pure function of the arguments that `__call__` lists."""
@@ -128,7 +129,7 @@ class WholeStep:
             dense = {name: {kind: next(state) for kind in kinds} for name in self._weights}
             leaves = {name: old[dense_rules.WEIGHT].detach().requires_grad_() for name, old in dense.items()}
             hypers = [next(rest) for _ in self._tables]
-            rate_and_step = next(rest)
+            scalars = next(rest)
             constants = {name: next(rest) for name in self._constants}
             traced = _map_tensors(inputs, lambda _: next(rest))
             with ExitStack() as stack:
@@ -141,7 +142,11 @@ class WholeStep:
                 new = [buffer for tables in self._tables for buffer in _buffers(tables)]
             for old, gradient in zip(dense.values(), gradients[: len(dense)], strict=True):
                 values = dense_rules.updated(
-                    self._config, old, gradient, learning_rate=rate_and_step[0], step=rate_and_step[1]
+                    self._config,
+                    old,
+                    gradient,
+                    learning_rate=scalars[0],
+                    corrections=(scalars[1], scalars[2]),
                 )
                 new += [values[kind] for kind in kinds]
             return (loss.detach(), *new)
