@@ -219,9 +219,7 @@ def report_speed(runs: dict[str, list[Run]], config: Config) -> None:
         rates[name] = [samples / sum(getattr(run, what) for run in of_name) for what in ("wall_s", "cpu_s")]
         print(f"{name:9} {rates[name][0]:9,.0f} samples/s of wall time, {rates[name][1]:9,.0f} of CPU time")
     wall, cpu = (mine / theirs for mine, theirs in zip(rates["ours"], rates["torchrec"], strict=True))
-    print(
-        f"ours over TorchRec's: x {wall:.2f} wall, x {cpu:.2f} CPU (ours with its first step's compilation)"
-    )
+    print(f"ours over TorchRec's: x {wall:.2f} wall, x {cpu:.2f} CPU (a compiled run's first step included)")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from recsys_tpu.aot.dense_update import dense_state_kinds, dense_update
+from recsys_tpu import dense_rules
 from recsys_tpu.aot.models import ModelPart, model_part
 from recsys_tpu.aot.tables import ONE_RANK, RankTables, Slice, rank_tables
 from recsys_tpu.config import Config
@@ -98,7 +98,6 @@ def _sharded(config: Config, part: ModelPart, tables: RankTables, ranks: Slice) 
     state = {**table_state, **dense_state}
     inputs = {**part.inputs, **_batch_inputs(tables, part.weighted), **_hyper_inputs()}
     names = [name for name, _ in dense.named_parameters()]
-    update_dense = dense_update(config.optimizer.dense)
 
     def step(*arguments: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([*state, *inputs], arguments, strict=True))
@@ -121,7 +120,7 @@ def _sharded(config: Config, part: ModelPart, tables: RankTables, ranks: Slice) 
             )
             new[f"table.{number}"] = table
             new.update({f"table_state.{number}.{n}": value for n, value in enumerate(updated)})
-        new.update(update_dense(given, names, _mean_over_ranks(of_dense, ranks)))
+        new.update(_updated_dense(config, given, names, _mean_over_ranks(of_dense, ranks)))
         return (loss.detach(), *(new[name] for name in state))
 
     return Step(step, {**state, **inputs}, tuple(state), _bytes(tables))
@@ -134,7 +133,6 @@ def _replicated(config: Config, part: ModelPart, tables: RankTables, ranks: Slic
     parameters = {**of_tables, **dict(dense.named_parameters())}
     state = _dense_state(config, parameters)
     inputs = {**part.inputs, **_batch_inputs(tables, part.weighted), **_hyper_inputs()}
-    update_dense = dense_update(config.optimizer.dense)
 
     def step(*arguments: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([*state, *inputs], arguments, strict=True))
@@ -146,7 +144,7 @@ def _replicated(config: Config, part: ModelPart, tables: RankTables, ranks: Slic
         weights = {name: leaf for name, leaf in leaves.items() if name not in of_tables}
         loss = _loss(part, weights, tables.to_samples(pooled), given, ranks)
         gradients = torch.autograd.grad(loss, list(leaves.values()))
-        new = update_dense(given, list(parameters), _mean_over_ranks(gradients, ranks))
+        new = _updated_dense(config, given, list(parameters), _mean_over_ranks(gradients, ranks))
         return (loss.detach(), *(new[name] for name in state))
 
     return Step(step, {**state, **inputs}, tuple(state), _bytes(tables))
@@ -176,16 +174,35 @@ def _sparse_spec(config: Config) -> OptimizerSpec:
 
 
 def _dense_state(config: Config, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    kinds = ("weight", *dense_state_kinds(config.optimizer.dense))
     return {
         f"{kind}.{name}": torch.empty(parameter.shape, device="meta")
-        for kind in kinds
+        for kind in _dense_kinds(config)
         for name, parameter in parameters.items()
     }
 
 
+def _updated_dense(
+    config: Config, given: Mapping[str, Tensor], names: Sequence[str], gradients: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    rate, *corrections = given["dense_hyper"].unbind()
+    new: dict[str, Tensor] = {}
+    for name, gradient in zip(names, gradients, strict=True):
+        old = {kind: given[f"{kind}.{name}"] for kind in _dense_kinds(config)}
+        values = dense_rules.updated(
+            config.optimizer.dense, old, gradient, learning_rate=rate, corrections=corrections
+        )
+        new.update({f"{kind}.{name}": value for kind, value in values.items()})
+    return new
+
+
+def _dense_kinds(config: Config) -> tuple[str, ...]:
+    return (dense_rules.WEIGHT, *dense_rules.state_kinds(config.optimizer.dense))
+
+
 def _hyper_inputs() -> dict[str, Tensor]:
-    return {"hyper": torch.empty(HYPER_SIZE, device="meta"), "step": torch.empty((), device="meta")}
+    """Of the tables, and of the dense optimizer: its learning rate and two bias corrections."""
+    sizes = {"hyper": HYPER_SIZE, "dense_hyper": 3}
+    return {name: torch.empty(size, device="meta") for name, size in sizes.items()}
 
 
 def _batch_inputs(tables: RankTables, weighted: bool) -> dict[str, Tensor]:

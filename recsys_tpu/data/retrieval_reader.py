@@ -57,11 +57,11 @@ class RetrievalReader:
         *,
         batch_size: int,
         uniform_negatives: int,
-        mined_negatives: int,
-        mine: Mine | None,
         rank: int,
         world_size: int,
         seed: int,
+        mined_negatives: int = 0,
+        mine: Mine | None = None,
     ) -> None:
         """
         Args:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from recsys_tpu import dense_rules
 from recsys_tpu.aot.models import table_sizes
 from recsys_tpu.aot.step import Step, build_step
 from recsys_tpu.aot.tables import Slice, rank_tables
@@ -115,7 +116,7 @@ def test_two_steps_equal_the_model_with_torch_optim(tpu, model, options, torch_o
             "labels": y,
             **_lookup_inputs(step, ids),
             "hyper": hyper,
-            "step": torch.tensor(number),
+            "dense_hyper": torch.tensor([0.05, *dense_rules.bias_corrections(number)]),
         }
         given = {**state, **{name: value.to(tpu) for name, value in inputs.items()}}
         loss, *new = step.function(*(given[name] for name in step.arguments))
