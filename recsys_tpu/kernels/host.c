@@ -37,27 +37,47 @@ static inline void add_rows(float *restrict sum, const float *restrict source, c
     }
 }
 
-/* out [bags, dim]: sum of each bag's rows, `rows[offsets[b] .. offsets[b + 1])`. */
-void pooled_lookup(const float *table, const int32_t *rows, const float *weights, const int32_t *offsets,
-                   int64_t bags, int64_t dim, float *out, int threads) {
-    int64_t ids = offsets[bags];
+/* Position of the first of `indices` outside [0, limit), or -1. */
+static int64_t first_outside(const int32_t *indices, int64_t count, int64_t limit) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++)
+        largest = (uint32_t)indices[i] > largest ? (uint32_t)indices[i] : largest;
+    if (count == 0 || largest < (uint64_t)limit)
+        return -1;
+    for (int64_t i = 0;; i++)
+        if ((uint32_t)indices[i] >= (uint64_t)limit)
+            return i;
+}
+
+/* out [bags, dim]: sum of each bag's rows, `rows[offsets[b] .. offsets[b + 1])`.  Returns -1, or the
+   position of a row outside the table (nothing is written). */
+int64_t pooled_lookup(const float *table, int64_t table_rows, const int32_t *rows, const float *weights,
+                      const int32_t *offsets, int64_t bags, int64_t dim, float *out, int threads) {
+    int64_t ids = offsets[bags], outside = first_outside(rows, ids, table_rows);
+    if (outside >= 0)
+        return outside;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t bag = 0; bag < bags; bag++) {
         int64_t start = offsets[bag], stop = offsets[bag + 1];
         memset(out + bag * dim, 0, dim * sizeof(float));
         add_rows(out + bag * dim, table, rows, weights, start, stop, ids, dim);
     }
+    return -1;
 }
 
 /* For each of `unique` rows: gradient = sum over its occurrences, [row_offsets[u] .. row_offsets[u + 1]),
    of grad[bags[i]] * weights[i]; state += mean of its squares; row -= rate * gradient / (sqrt(state) + eps).
-   Returns 0, or 1 without memory for a row (nothing is changed). */
-int rowwise_adagrad(float *table, float *state, const float *grad, const int32_t *unique_rows,
+   Returns -1, the position of a row outside the table, or -2 without memory for a row a thread (nothing is
+   changed then). */
+int64_t rowwise_adagrad(float *table, int64_t table_rows, float *state, const float *grad, const int32_t *unique_rows,
                     const int32_t *row_offsets, const int32_t *bags, const float *weights, int64_t unique,
                     int64_t dim, float rate, float eps, int threads) {
+    int64_t outside = first_outside(unique_rows, unique, table_rows);
+    if (outside >= 0)
+        return outside;
     float *buffers = malloc((size_t)threads * dim * sizeof(float));
     if (!buffers)
-        return 1;
+        return -2;
 #pragma omp parallel num_threads(threads)
     {
 #ifdef _OPENMP
@@ -87,5 +107,5 @@ int rowwise_adagrad(float *table, float *state, const float *grad, const int32_t
         }
     }
     free(buffers);
-    return 0;
+    return -1;
 }

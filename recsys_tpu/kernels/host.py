@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 << 20
 _SOURCE = Path(__file__).with_name("host.c")
+_NO_MEMORY = -2
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
 
 
@@ -35,8 +36,9 @@ def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
     if library is None:
         return reference.pooled_lookup(weights_flat, batch, dim)
     out = torch.empty(batch.num_bags, dim)
-    library.pooled_lookup(
+    outside = library.pooled_lookup(
         _data(weights_flat),
+        ctypes.c_int64(weights_flat.numel() // dim),
         _data(batch.rows),
         _data(batch.weights),
         _data(batch.bag_offsets),
@@ -45,6 +47,7 @@ def pooled_lookup(weights_flat: Tensor, batch: LookupBatch, dim: int) -> Tensor:
         _data(out),
         torch.get_num_threads(),
     )
+    _check_inside("pooled_lookup", batch.rows, outside, weights_flat.numel() // dim)
     return out
 
 
@@ -63,8 +66,10 @@ def fused_update(
         reference.fused_update(weights_flat, state, grad_output, batch, spec, hyper)
         return
     grad_output = grad_output.float().contiguous()
-    failed = library.rowwise_adagrad(
+    dim = grad_output.shape[1]
+    outside = library.rowwise_adagrad(
         _data(weights_flat),
+        ctypes.c_int64(weights_flat.numel() // dim),
         _data(state[0]),
         _data(grad_output),
         _data(batch.unique_rows),
@@ -72,13 +77,23 @@ def fused_update(
         _data(batch.sorted_bags),
         _data(batch.sorted_weights),
         ctypes.c_int64(int(batch.counts[1])),
-        ctypes.c_int64(grad_output.shape[1]),
+        ctypes.c_int64(dim),
         ctypes.c_float(float(hyper[LEARNING_RATE])),
         ctypes.c_float(spec.eps),
         torch.get_num_threads(),
     )
-    if failed:
+    if outside == _NO_MEMORY:
         raise MemoryError("fused_update: no memory for one row a thread")
+    _check_inside("fused_update", batch.unique_rows, outside, weights_flat.numel() // dim)
+
+
+def _check_inside(operation: str, rows: Tensor, outside: int, table_rows: int) -> None:
+    """As torch's own indexing: nothing outside the table is read or written, whoever checked the ids."""
+    if outside >= 0:
+        raise IndexError(
+            f"{operation}: row {int(rows[outside])} at position {outside} is outside of a table of "
+            f"{table_rows} rows"
+        )
 
 
 def zeros_in_huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
@@ -115,10 +130,13 @@ def _data(tensor: Tensor | None) -> ctypes.c_void_p:
 @functools.cache
 def _library() -> Any:
     try:
-        return load_library(_SOURCE, _FLAGS, machine=_processor())
+        library = load_library(_SOURCE, _FLAGS, machine=_processor())
     except NativeBuildError as error:
         log.warning("lookups and updates run in plain torch, which takes longer: %s", error)
         return None
+    for function in (library.pooled_lookup, library.rowwise_adagrad):
+        function.restype = ctypes.c_int64
+    return library
 
 
 def _processor() -> str:

@@ -85,6 +85,20 @@ def test_a_number_that_is_none_reaches_its_row_only(value: float):
     assert bad.tolist() == [False, False, False, True, False]
 
 
+@pytest.mark.parametrize("bad", [5, 2**31 - 1, -1, -(2**31)])
+def test_a_row_outside_the_table_is_refused_and_nothing_is_changed(bad: int):
+    case = case_of([3, 1], num_bags=2, num_rows=5)
+    batch = case.batch()
+    batch.rows[1] = batch.unique_rows[1] = bad
+    weights, state = table_of(case), (torch.zeros(5),)
+    with pytest.raises(IndexError, match=f"row {bad} at position 1 is outside of a table of 5 rows"):
+        host.pooled_lookup(weights, batch, DIM)
+    hyper = hyper_tensor(SPEC, learning_rate=0.1, step=1)
+    with pytest.raises(IndexError, match=f"fused_update: row {bad}"):
+        host.fused_update(weights, state, gradient_of(case), batch, SPEC, hyper)
+    assert torch.equal(weights, table_of(case)) and not state[0].any()
+
+
 def test_other_optimizers_and_types_go_through_the_reference():
     case = case_of([3, 1], num_bags=2, num_rows=5)
     for spec in (OptimizerSpec(Optimizer.SGD), OptimizerSpec(Optimizer.ROWWISE_ADAGRAD, weight_decay=0.1)):
