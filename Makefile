@@ -10,7 +10,7 @@ train: $(STAMP)
 	$(BIN)/python -m recsys_tpu.train --config configs/dlrm.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # what CI runs beside the tests
 check: $(STAMP)
