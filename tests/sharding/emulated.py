@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from recsys_tpu.runtime import Runtime
@@ -28,6 +29,10 @@ def train_with_tower(runtime: Runtime, case: Case, longest_bags: list[int]) -> d
         loss = (compiled(values)[:, 0] - 1).square().mean()
         optimizer.zero_grad()
         loss.backward()
+        for parameter in tower.parameters():  # every rank holds the tower
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= runtime.world_size
         optimizer.step()
         dmp.fused_optimizer.step()
         losses.append(float(loss.detach()))
