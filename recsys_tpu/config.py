@@ -454,14 +454,16 @@ def _nearest(location: tuple[int | str, ...]) -> str:
         model = sections[0] if sections else None
     if model is None:
         return ""
-    names = list(model.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    names, wanted = list(model.model_fields), str(location[-1])
     here = ".".join(str(part) for part in location if part not in _TAGGED)
     others = [key for key in _all_keys(Config, "") if key != here]
-    everywhere = difflib.get_close_matches(str(location[-1]), others, n=1, cutoff=0.6)
-    hint = f"; did you mean {everywhere[0]!r}?" if everywhere else ""
+    elsewhere = [key for key in others if key.rpartition(".")[2] == wanted]
+    found = (
+        elsewhere
+        or difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+        or difflib.get_close_matches(wanted, others, n=1, cutoff=0.6)
+    )
+    hint = f"; did you mean {found[0]!r}?" if found else ""
     return f"{hint or '; valid here: ' + ', '.join(names)}"
 
 
