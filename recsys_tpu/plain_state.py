@@ -76,12 +76,14 @@ def load_plain(
     path: Path,
     partial: bool = False,
     grow: bool = False,
+    of_all_ranks: bool = False,
 ) -> LoadReport:
     """Copies `source` into `target` in place: each rank the parts that it holds; not collective.
 
     target: (sharded) tensors by name, as `model.state_dict()`.  partial: names may be missing on either
-    side.  grow: a tensor of the target may have more rows; rows that the file does not have keep their
-    values: those of the seeded initialisation, and zeros in optimizer state.
+    side.  of_all_ranks: `source` has what other ranks hold as well, which is no difference.  grow: a tensor
+    of the target may have more rows; rows that the file does not have keep their values: those of the seeded
+    initialisation, and zeros in optimizer state.
 
     Raises:
         CheckpointError: names or shapes differ otherwise; nothing is copied then.
@@ -91,7 +93,7 @@ def load_plain(
         kept=[name for name in target if name not in source],
         unused=[name for name in source if name not in target],
     )
-    if not partial and (report.kept or report.unused):
+    if not partial and (report.kept or (report.unused and not of_all_ranks)):
         raise CheckpointError(
             f"{path}: belongs to another model: it lacks {_few(report.kept) or 'nothing'}, and has "
             f"{_few(report.unused) or 'nothing'} beyond it. To take what fits: train.start_partial=true"

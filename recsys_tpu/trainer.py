@@ -418,8 +418,9 @@ class Trainer:
         if "optimizer" in content:
             self.optimizer.init_state()
             state = canonical_state(self.model, self.optimizer.state_dict()["state"])
-            options["partial"] = True  # a rank has the state of its own tables only
-            load_plain(flat(state), content["optimizer"], **options)
+            report = load_plain(flat(state), content["optimizer"], of_all_ranks=True, **options)
+            if report.kept:
+                self.log.message(f"{train.start_from}: no optimizer state of {', '.join(report.kept)}")
             restore_state(self.model, state)
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # restored in place; takes it over
 

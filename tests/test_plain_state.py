@@ -41,6 +41,14 @@ def test_missing_and_unknown_names_need_partial() -> None:
         load_plain(target, {"c": torch.ones(2)}, path=FILE, partial=True)
 
 
+def test_state_of_other_ranks_is_no_difference_but_a_missing_one_is() -> None:
+    target = {"a": torch.zeros(2)}
+    source = {"a": torch.ones(2), "of another rank": torch.ones(2)}
+    assert load_plain(target, source, path=FILE, of_all_ranks=True).loaded == ["a"]
+    with pytest.raises(CheckpointError, match="lacks b"):
+        load_plain({**target, "b": torch.zeros(2)}, source, path=FILE, of_all_ranks=True)
+
+
 def test_files_that_are_no_state_dicts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
         read_plain(tmp_path / "absent.pt")

@@ -1,17 +1,22 @@
 """The Trainer on tiny logs, in process; launches with several ranks are in test_train_command.py."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from recsys_tpu.checkpoint_storage import flat
 from recsys_tpu.config import Config
 from recsys_tpu.data.metadata import DatasetError
-from recsys_tpu.errors import ConfigError, TrainingDivergedError
+from recsys_tpu.errors import CheckpointError, ConfigError, TrainingDivergedError
+from recsys_tpu.plain_state import read_checkpoint
 from recsys_tpu.runtime import Runtime
+from recsys_tpu.sharding.canonical_state import canonical_state
 from recsys_tpu.sharding.planner import PlanDriftError
 from recsys_tpu.trainer import Trainer
 
@@ -249,3 +254,43 @@ def test_one_program_goes_on_from_a_checkpoint_of_separate_ops(
 def test_one_program_needs_a_tpu_device(tmp_path: Path, start: Any) -> None:
     with pytest.raises(ConfigError, match="one_program needs a tpu device"):
         start(tiny(tmp_path, train__step="one_program"))
+
+
+def test_a_run_starts_from_a_plain_state_with_the_optimizer_where_another_ended(tmp_path, start):
+    first = start(tiny(tmp_path, run__name="first", train__max_steps=10))
+    first.run()
+    (checkpoint,) = first.store.directory.glob("step_*")
+    content = read_checkpoint(checkpoint)
+    torch.save(content, tmp_path / "all.pt")
+    again = tiny(tmp_path, run__name="again", train__start_from=tmp_path / "all.pt")
+    second = start(again)
+    second._resume()
+    for name, value in content["model"].items():
+        assert torch.equal(plain(second.model.state_dict()[name]), value), name
+    state = flat(canonical_state(second.model, second.optimizer.state_dict()["state"]))
+    assert state.keys() == content["optimizer"].keys()
+    for name, value in content["optimizer"].items():
+        assert torch.equal(plain(state[name]), value), name
+    assert any(value.any() for value in content["optimizer"].values())
+
+    lost = next(iter(content["optimizer"]))
+    content["optimizer"].pop(lost)
+    torch.save(content, tmp_path / "some.pt")
+    some = tiny(tmp_path, run__name="some", train__start_from=tmp_path / "some.pt")
+    with pytest.raises(CheckpointError, match=f"lacks {re.escape(lost)}"):
+        start(some)._resume()
+    partial = tiny(
+        tmp_path, run__name="some", train__start_from=tmp_path / "some.pt", train__start_partial=True
+    )
+    start(partial)._resume()
+
+
+def plain(value: Any) -> torch.Tensor:
+    """The only shard of a tensor of one rank."""
+    return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+
+
+def test_a_table_to_deduplicate_that_is_not_there_is_named(tmp_path, start):
+    with pytest.raises(ConfigError, match=r"sharding.deduplicate names C1, but the tables are t_C1, t_C2"):
+        start(tiny(tmp_path, sharding__deduplicate=["C1"]))
+    start(tiny(tmp_path, sharding__deduplicate=["t_C1"]))

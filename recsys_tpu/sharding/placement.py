@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def shard_model(
     max_ids_per_sample: see `TpuEmbeddingBagCollectionSharder`.
 
     Raises:
-        ConfigError: a TPU run names no topology, or the topology has another number of ranks.
+        ConfigError: a TPU run names no topology, the topology has another number of ranks, or a table that
+            is to be deduplicated is not there.
         PlanError: the plan file is damaged or made for other tables, or the tables don't fit.
     """
     sharders: list[ModuleSharder[nn.Module]] = [
@@ -94,6 +95,7 @@ def _plan(
     batch_per_rank = config.train.batch_size // runtime.world_size
     optimizer = config.optimizer.sparse.kind
     workload = workload_of(model, batch_per_rank=batch_per_rank, optimizer=optimizer)
+    _check_deduplicated(config, [table.name for table in workload.tables])
     if config.sharding.plan is not None:
         plan = Plan.load(config.sharding.plan)
         plan.check_fits(workload, topology)
@@ -110,6 +112,15 @@ def _plan(
         deduplicate=config.sharding.deduplicate,
     )
     return invoke_on_rank_and_broadcast_result(runtime.process_group, 0, planner.make, model, sharders)
+
+
+def _check_deduplicated(config: Config, tables: Sequence[str]) -> None:
+    wanted = config.sharding.deduplicate
+    unknown = [] if isinstance(wanted, bool) else [name for name in wanted if name not in tables]
+    if unknown:
+        raise ConfigError(
+            f"sharding.deduplicate names {', '.join(unknown)}, but the tables are {', '.join(tables)}"
+        )
 
 
 class DenseDataParallel(DefaultDataParallelWrapper):

@@ -134,6 +134,8 @@ def read_workload(
     measured = read_statistics(stats_file) if stats_file else {}
     factors = {name: measured[name][0] for name in measured} | multi_hot | plan.pooling_factors
     dedup = inputs.sharding.deduplicate
+    if not isinstance(dedup, bool) and (unknown := sorted(set(dedup) - {f"t_{feature}" for feature in rows})):
+        raise PlanInputError(f"{path}: sharding.deduplicate of unknown tables: {', '.join(unknown)}")
     tables = tuple(
         TableSpec(
             name=f"t_{feature}",
@@ -222,8 +224,7 @@ def _table_rows(path: Path, inputs: _Inputs) -> Mapping[str, int]:
     if data.kind == "parquet" and data.path is not None:
         return DatasetMetadata.load(data.path).num_embeddings
     if data.kind == "synthetic":
-        log = SyntheticLog.model_validate(data.synthetic)
-        return dict(zip(log.sparse_features, log.num_embeddings, strict=True))
+        return SyntheticLog.model_validate(data.synthetic).table_rows
     raise PlanInputError(
         f"{path}: data.kind={data.kind} does not say the rows of each table without its data (the planner "
         "needs model.num_embeddings: rows by feature)"
