@@ -97,8 +97,7 @@ def table_sizes(config: Config) -> tuple[Mapping[str, int], int]:
         metadata = DatasetMetadata.load(data.path)
         return sizes or metadata.num_embeddings, len(metadata.dense_features)
     if data.kind == "synthetic":
-        log = data.synthetic
-        return sizes or dict(zip(log.sparse_features, log.num_embeddings, strict=True)), NUM_DENSE
+        return sizes or data.synthetic.table_rows, NUM_DENSE
     if sizes is None:
         raise ConfigError(f"data.kind={data.kind}: give the rows of each table as model.num_embeddings")
     return sizes, NUM_DENSE

@@ -58,6 +58,11 @@ class SyntheticLog(BaseModel):
         return [f"C{index + 1}" for index in range(len(self.num_embeddings))]
 
     @property
+    def table_rows(self) -> dict[str, int]:
+        """Rows of each table, by feature."""
+        return dict(zip(self.sparse_features, self.num_embeddings, strict=True))
+
+    @property
     def dense_features(self) -> list[str]:
         return [f"I{index + 1}" for index in range(NUM_DENSE)]
 
@@ -99,7 +104,7 @@ def ensure_synthetic_log(log: SyntheticLog, cache_dir: Path) -> Path:
     DatasetMetadata(
         dense_features=log.dense_features,
         sparse_features=log.sparse_features,
-        num_embeddings=dict(zip(log.sparse_features, log.num_embeddings, strict=True)),
+        num_embeddings=log.table_rows,
         row_group_rows=ROW_GROUP_ROWS,
         splits=splits,
         recipe={"kind": "synthetic", "generator_version": _VERSION},
