@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="programs (default: all)")
     parser.add_argument("--schedules", action="store_true", help="TensorCore kernels: add their loops")
     parser.add_argument("--plain", action="store_true", help="and the same without kernels, by XLA alone")
+    parser.add_argument("--rows", type=int, help="rows of the table, instead of the matrix's")
     parser.add_argument("--ids", type=int, help="ids a step, instead of the matrix's")
     parser.add_argument("--bags", type=int, help="bags a step, instead of the matrix's")
     options = parser.parse_intermixed_args()
@@ -72,7 +73,12 @@ def main() -> None:
         for program in MATRIX:
             if options.names and program.name not in options.names:
                 continue
-            sized = replace(program, ids=options.ids or program.ids, bags=options.bags or program.bags)
+            sized = replace(
+                program,
+                rows=options.rows or program.rows,
+                ids=options.ids or program.ids,
+                bags=options.bags or program.bags,
+            )
             print(json.dumps(compile_program(sized, chip, schedules)), flush=True)
             if options.plain and program.table == "float32":
                 print(json.dumps(compile_plain(sized, chip)), flush=True)

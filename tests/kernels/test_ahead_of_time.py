@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,14 @@ REPRESENTATIVE = (
     "pooled-bfloat16-64",
     "rowwise_adagrad-float32-20",
 )
+ELEMENT_BY_ELEMENT = "rowwise_adagrad-float32-20"  # no kernel reads such rows; XLA updates them
+# It takes 5.5 MB on these two chips, whatever the table.
+LIMITS = {(chip, ELEMENT_BY_ELEMENT): 6e6 for chip in ("v5p", "tpu7x")}
 
 
-def check(chip: str, names: Sequence[str]) -> None:
-    programs = {program.name: program for program in MATRIX}
+def compiled(chip: str, names: Sequence[str], *options: str) -> list[dict[str, Any]]:
     run = subprocess.run(
-        [sys.executable, "-m", "recsys_tpu.kernels.compile_matrix", chip, *names],
+        [sys.executable, "-m", "recsys_tpu.kernels.compile_matrix", chip, *names, *options],
         env=environment(),
         capture_output=True,
         text=True,
@@ -47,13 +50,18 @@ def check(chip: str, names: Sequence[str]) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert [result["name"] for result in results] == [p.name for p in MATRIX if p.name in names]
-    for result in results:
+    return results
+
+
+def check(chip: str, names: Sequence[str]) -> None:
+    programs = {program.name: program for program in MATRIX}
+    for result in compiled(chip, names):
         assert "error" not in result, result
         program = programs[result["name"]]
         table = program.rows * program.row_bytes
         assert result["aliased"] == program.donated_bytes(), result
         assert result["temporaries"] < table / 8, result
-        assert result["temporaries"] < 4e6, result
+        assert result["temporaries"] < LIMITS.get((chip, program.name), 4e6), result
 
 
 def test_quick_programs_on_sparsecore():
@@ -61,12 +69,15 @@ def test_quick_programs_on_sparsecore():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v6e", "v5e"])
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x", "v5e"])
 def test_representative_programs(chip):
     check(chip, REPRESENTATIVE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
-def test_the_other_sparsecore_chips_take_the_same_kernels(chip):
-    check(chip, REPRESENTATIVE[1::2])
+def test_a_larger_table_needs_no_larger_temporaries(chip):
+    program = next(program for program in MATRIX if program.name == ELEMENT_BY_ELEMENT)
+    rows = (program.rows, 2 * program.rows)
+    small, large = (compiled(chip, [program.name], "--rows", str(n))[0]["temporaries"] for n in rows)
+    assert large - small < program.rows * program.row_bytes / 100

@@ -138,14 +138,16 @@ def test_every_type_and_the_solvers_plans_train_with_torchrecs_own_sharder(tmp_p
 @pytest.mark.parametrize(("world", "hosts"), [(1, 1), (2, 1), (4, 2)])
 def test_the_solvers_plans_train_on_the_emulated_device(tmp_path: Path, world: int, hosts: int) -> None:
     plans = _solver_plans(world, hosts) if world > 1 else _solver_plans(1, 1)[:1]
-    if hosts > 1:  # four programs at a time take minutes to compile: the free choice, and what needs hosts
-        plans = [
-            plans[0],
-            _plan(world, hosts, ShardingType.GRID_SHARD),
-            _plan(world, hosts, ShardingType.TABLE_ROW_WISE),
-            _plan(world, hosts, ShardingType.TABLE_COLUMN_WISE),
-        ]
     _check(tmp_path, plans, world, "tpu-emulated", True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    bool(requirements.problems()), reason=f"no emulated tpu device. Run: {requirements.INSTALL}"
+)
+def test_types_over_two_hosts_train_on_the_emulated_device(tmp_path: Path) -> None:
+    kinds = (ShardingType.GRID_SHARD, ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE)
+    _check(tmp_path, [_plan(4, 2, kind) for kind in kinds], 4, "tpu-emulated", True)
 
 
 def _exchanged_bytes(plan: Plan) -> float:
