@@ -16,6 +16,7 @@ _WARNINGS = (
     r"`broadcast_buffers` is deprecated",
     r"HeuristicalStorageReservation is known",
     r"Please use DTensor instead",
+    r"No complete tensor found in the group",  # torch.export.save, of weights on the CPU
     r"fbgemm::\w+: an autograd kernel was not registered",
 )
 
