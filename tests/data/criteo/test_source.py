@@ -94,7 +94,11 @@ def test_damaged_gzip_names_file_and_line(tmp_path):
         scan(str(path))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\r\n", gzip.compress(b"")])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n\n", b"\r\n", gzip.compress(b"")],
+    ids=["no bytes", "line ends", "a line end of two bytes", "an empty gzip member"],
+)
 def test_a_file_without_rows_is_an_error(tmp_path, content):
     path = tmp_path / "day_3"
     path.write_bytes(content)
