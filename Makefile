@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test check clean
+.PHONY: train test proofs check clean
 
 train: $(STAMP)
 	$(BIN)/python -m recsys_tpu.train --config configs/dlrm.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long"
+
+# what would take CI too long: the same proofs on more chips, plans and types
+proofs: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long
 
 # what CI runs beside the tests
 check: $(STAMP)
