@@ -25,6 +25,7 @@ from recsys_tpu.sharding.host import (
     max_over_ranks,
     placed_on,
     prepare,
+    written_out,
 )
 
 
@@ -185,3 +186,45 @@ def test_the_maximum_is_over_the_group_and_leaves_its_input(monkeypatch: pytest.
     assert maximum is not None
     own = np.array([3, 4])
     assert maximum(own).tolist() == [5, 4] and own.tolist() == [3, 4]
+
+
+@given(st.data())
+def test_a_batch_of_distinct_samples_is_written_out(data: st.DataObject) -> None:
+    """Against a loop over samples; inverse indices name their features in an order of their own."""
+    keys = ["a", "b", "c"][: data.draw(st.integers(1, 3))]
+    samples = data.draw(st.integers(1, 4))
+    weighted = data.draw(st.booleans())
+    bags = {key: data.draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1)) for key in keys}
+    inverse = {
+        key: data.draw(st.lists(st.integers(0, len(bags[key]) - 1), min_size=samples, max_size=samples))
+        for key in keys
+    }
+    ids = [i for key in keys for bag in bags[key] for i in bag]
+    named = keys[::-1]
+    whole = written_out(
+        KeyedJaggedTensor(
+            keys=keys,
+            values=torch.tensor(ids, dtype=torch.int64),
+            weights=torch.arange(len(ids), dtype=torch.float32) if weighted else None,
+            lengths=torch.tensor([len(bag) for key in keys for bag in bags[key]]),
+            stride_per_key_per_rank=[[len(bags[key])] for key in keys],
+            inverse_indices=(named, torch.tensor([inverse[key] for key in named])),
+        )
+    )
+    assert whole.keys() == keys and whole.stride() == samples
+    starts = iter(np.cumsum([0, *(len(bag) for key in keys for bag in bags[key])]).tolist())
+    first = {key: [next(starts) for _ in bags[key]] for key in keys}
+    for key in keys:
+        jagged = whole[key]
+        expected = [bags[key][one] for one in inverse[key]]
+        assert jagged.values().tolist() == [i for bag in expected for i in bag]
+        assert jagged.lengths().tolist() == [len(bag) for bag in expected]
+        if weighted:
+            places = [first[key][one] + j for one in inverse[key] for j in range(len(bags[key][one]))]
+            assert jagged.weights().tolist() == places
+
+
+def test_a_batch_of_distinct_samples_needs_its_inverse_indices() -> None:
+    features = KeyedJaggedTensor(["a"], torch.tensor([1]), lengths=torch.tensor([1]))
+    with pytest.raises(ValueError, match="need inverse indices"):
+        written_out(features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,12 @@ def test_a_table_by_name():
     assert plan.table("t2").rows == 3000
     with pytest.raises(PlanInputError, match=r"no table 'x'; it has 4, such as t0, t1, t2, t3$"):
         plan.table("x")
+
+
+def test_a_plan_puts_rows_on_its_own_row_groups():
+    table = TablePlan(name="t0", rows=10, dim=8, kind=ShardingType.TABLE_ROW_WISE, column_shards=((2, 8),))
+    plan = replace(make_plan(WORKLOAD, emulated(4)), tables=(table,), row_group=2)
+    assert [(shard.rank, shard.first_row, shard.rows) for _, shard in plan.shards()] == [(2, 0, 5), (3, 5, 5)]
 
 
 def _covered(table: TablePlan, ranks: int, row_group: int) -> list[int]:
