@@ -26,8 +26,9 @@ FORMS = {
 }
 
 
-def train(form: str, config: Path, steps: int, folder: Path) -> tuple[list[float], float]:
-    """(loss of each step, median samples per second between logs but the first) of a run."""
+def train(form: str, config: Path, steps: int, folder: Path) -> tuple[list[float], float, int]:
+    """(loss of each step, median samples per second between logs but the first, compilations after the
+    warm-up) of a run."""
     overrides = [f"run.output_dir={folder}", f"run.name={form}", f"train.max_steps={steps}"]
     overrides += ["train.log_every=10", *FORMS[form]]
     command = [sys.executable, "-m", "recsys_tpu.train", "--config", str(config), *overrides]
@@ -35,9 +36,11 @@ def train(form: str, config: Path, steps: int, folder: Path) -> tuple[list[float
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     lines = (folder / form / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [event for event in map(json.loads, lines) if event["event"] == "train"]
+    written = [json.loads(line) for line in lines]
+    events = [event for event in written if event["event"] == "train"]
+    (late,) = (event["recompilations"] for event in written if event["event"] == "time")
     losses = [loss for event in events for loss in event["losses"]]
-    return losses, statistics.median(event["samples_per_second"] for event in events[1:])
+    return losses, statistics.median(event["samples_per_second"] for event in events[1:]), late
 
 
 def main() -> None:
@@ -51,11 +54,13 @@ def main() -> None:
         found = {form: train(form, options.config, options.steps, Path(folder)) for form in FORMS}
     print(f"{options.config}, {options.steps} steps, {os.cpu_count()} cores, {platform.machine()}")
     expected = found["cpu"][0]
-    for form, (losses, rate) in found.items():
+    for form, (losses, rate, late) in found.items():
+        assert len(losses) == options.steps
         differences = [abs(a / b - 1) for a, b in zip(losses, expected, strict=True)]
         print(
             f"{form:>13}  last loss {losses[-1]:.6f}  largest relative difference from cpu "
-            f"{max(differences):.1e}  {rate:9,.0f} samples/s  {rate / found['cpu'][1]:5.2f}x of cpu"
+            f"{max(differences):.1e}  {rate:9,.0f} samples/s  {rate / found['cpu'][1]:5.2f}x of cpu  "
+            f"{late} late compilations"
         )
 
 

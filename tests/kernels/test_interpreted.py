@@ -18,6 +18,7 @@ import torch
 from jax.experimental.pallas import tpu as pltpu
 
 from recsys_tpu.kernels import hyper_tensor, packed, reference, tensorcore, unpacked
+from recsys_tpu.kernels.sparsecore import segments
 from recsys_tpu.kernels.sparsecore.lookup import pooled_lookup as sparsecore_lookup
 from recsys_tpu.kernels.sparsecore.update import fused_update as sparsecore_update
 from recsys_tpu.kernels.tensorcore import update, windows
@@ -84,12 +85,14 @@ def check_update(run, case: Case, dim: int, form: str, name: str) -> None:
         torch.testing.assert_close(torch.from_numpy(np.array(got)), expected, atol=3e-5, rtol=1e-5)
 
 
-SPARSECORE = [("v6e", 16, "float32", "eager"), ("tpu7x", 32, "packed", "on_wait")]
+# page: blocks whose bounds are on chip at once; 1: turned over within the few blocks of a small case
+SPARSECORE = [("v6e", 16, "float32", "eager", 1), ("tpu7x", 32, "packed", "on_wait", segments.PAGE)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "dim", "form", "mode"), SPARSECORE)
-def test_sparsecore_lookup(chip, dim, form, mode):
+@pytest.mark.parametrize(("chip", "dim", "form", "mode", "page"), SPARSECORE)
+def test_sparsecore_lookup(chip, dim, form, mode, page, monkeypatch):
+    monkeypatch.setattr(segments, "PAGE", page)
     case, target = hard_case(40, 28, 20, 32), interpreted.target(chip, mode)
     flat = table_of(case, dim, form)
     function = functools.partial(sparsecore_lookup, num_bags=case.num_bags, dim=dim, target=target)
@@ -101,10 +104,14 @@ def test_sparsecore_lookup(chip, dim, form, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("chip", "dim", "form", "mode", "name"),
-    [("v6e", 16, "float32", "on_wait", "rowwise_adagrad_clipped"), ("tpu7x", 32, "packed", "eager", "adam")],
+    ("chip", "dim", "form", "mode", "name", "page"),
+    [
+        ("v6e", 16, "float32", "on_wait", "rowwise_adagrad_clipped", 1),
+        ("tpu7x", 32, "packed", "eager", "adam", segments.PAGE),
+    ],
 )
-def test_sparsecore_update(chip, dim, form, mode, name):
+def test_sparsecore_update(chip, dim, form, mode, name, page, monkeypatch):
+    monkeypatch.setattr(segments, "PAGE", page)
     case, target = hard_case(40, 28, 20, 32), interpreted.target(chip, mode)
 
     def run(spec, *arguments):

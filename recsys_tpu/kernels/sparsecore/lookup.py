@@ -46,7 +46,6 @@ def pooled_lookup(
     ) -> None:
         weights_h, out = rest if weights is not None else (None, rest[0])
         out_semaphore = buffers.pop("out_semaphore")
-        pltpu.sync_copy(bounds_h, buffers["bounds_v"])
 
         def write(number: Any) -> Any:
             """The copy of a block's sums to the output."""
@@ -68,6 +67,7 @@ def pooled_lookup(
                 ids_h,
                 bags_h,
                 weights_h,
+                bounds_h,
                 mine,
                 buffers,
                 begin,

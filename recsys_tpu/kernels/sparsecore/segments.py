@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from recsys_tpu.kernels.sparsecore.streams import IGNORED, Ref, Target, unpack_pair
 
+PAGE = 1024  # blocks whose bounds are on chip at once, so that a launch takes any number of segments
 META_SLOTS = 4  # windows whose ids are on chip: summed, streaming, next (4: a power of two)
 WIDEST = 16  # lanes of the widest register: windows, blocks and capacities are multiples of it
 LIMITS = 8  # int32 of `limits` a worker
@@ -51,12 +52,11 @@ class Sizes:
 def window_and_block(dim: int, ids: int, segments: int, element_buffers: int) -> tuple[int, int]:
     """(window, block) that fit in 192 KiB of a subcore's memory: half for rows, half for blocks.
 
+    Any number of segments fits: only a page of their bounds is on chip at once.
     element_buffers: float32 buffers of `[block, dim]`.
     """
     window = max(WIDEST, min(128, 12288 // dim // WIDEST * WIDEST))
     block = max(WIDEST, min(64, 24576 // (dim * element_buffers) // WIDEST * WIDEST))
-    while segments // block > 8192:  # bounds of all blocks are kept on chip, at most 32 KiB
-        block *= 2
     return min(window, ids), min(block, -(-segments // WIDEST) * WIDEST)
 
 
@@ -66,7 +66,7 @@ def scratch(sizes: Sizes, target: Target) -> dict[str, Any]:
     meta = (META_SLOTS, sizes.window)
     return {
         "limits_v": pltpu.VMEM((16,), jnp.int32),
-        "bounds_v": pltpu.VMEM((bounds_size(sizes),), jnp.int32),
+        "bounds_v": pltpu.VMEM((page_of(sizes) + WIDEST,), jnp.int32),
         "ids_v": pltpu.VMEM(meta, jnp.int32),
         "segments_v": pltpu.VMEM(meta, jnp.int32),
         "weights_v": pltpu.VMEM(meta if sizes.weighted else (1, 16), jnp.float32),
@@ -77,9 +77,15 @@ def scratch(sizes: Sizes, target: Target) -> dict[str, Any]:
     }
 
 
+def page_of(sizes: Sizes) -> int:
+    """Blocks whose bounds are on chip at once."""
+    return min(PAGE, -(-sizes.blocks // 8) * 8)
+
+
 def bounds_size(sizes: Sizes) -> int:
-    """Padded so that a register can be loaded at any block."""
-    return -(-(sizes.blocks + 1 + 16) // 8) * 8
+    """Bounds in HBM: whole pages, and a register that can be loaded at the last block of each."""
+    page = page_of(sizes)
+    return -(-sizes.blocks // page) * page + WIDEST
 
 
 def load_limits(limits: Ref, limits_v: Ref, worker: Any, target: Target) -> list[Any]:
@@ -96,16 +102,21 @@ def sum_segments(
     ids: Ref,
     segments: Ref,
     weights: Ref | None,
+    bounds: Ref,
     limits: list[Any],
     buffers: dict[str, Ref],
     begin_block: Callable[[Any], None],
     finish_block: Callable[[Any], None],
 ) -> None:
     """For each block of a worker: `begin_block(block)`, sums into `buffers["sums"][block % 2]`,
-    `finish_block(block)`.  `begin_block` must leave that accumulator free."""
+    `finish_block(block)`.  `begin_block` must leave that accumulator free.
+
+    bounds: `partition.block_bounds`, in HBM; a worker has the page of its block on chip.
+    """
     lanes, window, size = target.lanes, sizes.window, sizes.block
     ids_v, segments_v, weights_v = buffers["ids_v"], buffers["segments_v"], buffers["weights_v"]
     rows_v, sums, bounds_v = buffers["rows_v"], buffers["sums"], buffers["bounds_v"]
+    page = page_of(sizes)
     id_low, id_high = limits[ID_LOW], limits[ID_HIGH]
     base = pl.multiple_of((id_low // 8) * 8, 8)
     windows = jnp.where(id_high > id_low, (id_high - base + window - 1) // window, 0)
@@ -174,8 +185,13 @@ def sum_segments(
 
     @pl.loop(limits[BLOCK_LOW], limits[BLOCK_HIGH])
     def _(block: Any) -> None:
-        bounds = bounds_v[pl.ds(block, lanes)]
-        low, high = jnp.maximum(bounds[0], id_low), jnp.minimum(bounds[1], id_high)
+        @pl.when((block == limits[BLOCK_LOW]) | (block % page == 0))
+        def _() -> None:
+            at = pl.multiple_of(block // page * page, 8)
+            pltpu.sync_copy(bounds.at[pl.ds(at, page + WIDEST)], bounds_v)
+
+        ends = bounds_v[pl.ds(block % page, lanes)]
+        low, high = jnp.maximum(ends[0], id_low), jnp.minimum(ends[1], id_high)
         accumulator = block % 2
         begin_block(block)
 

@@ -2,9 +2,9 @@
 
 On a chip each function is the hardware's own: one indirect stream moves a whole window of rows.  Under
 `pltpu.InterpretParams` (jax 0.10.2) indirect copies are not implemented, `axis_index` is 0 in every
-subcore and indexed loads and stores are missing; there rows are copied one at a time on the same
-semaphore, and one subcore plays every worker in turn.  Everything built on these functions is the same
-code in both.
+subcore and indexed loads and stores are missing; there a stream is one copy a row on the stream's
+semaphore, started and waited for where the stream is, and one subcore plays every worker in turn.
+Everything built on these functions is the same code in both.
 """
 
 from __future__ import annotations
@@ -67,40 +67,39 @@ class Target:
 
     def gather(self, table: Ref, rows: Ref, into: Ref, semaphore: Ref) -> None:
         """Starts `into[i] = table[rows[i]]`, leaving out rows that are IGNORED."""
-        if not self.interpret:
+        if self.interpret:
+            self._each_row(rows, lambda row, i: _row_copy(table, row, into, i, semaphore).start())
+        else:
             pltpu.async_copy(table.at[plsc.Indices(rows, ignored_value=IGNORED)], into, semaphore)
-            return
-        self._row_by_row(table, rows, into, semaphore, write=False)
 
     def gather_wait(self, table: Ref, rows: Ref, into: Ref, semaphore: Ref) -> None:
-        """Waits for the `gather` of the same arguments."""
-        if not self.interpret:
+        """Waits for the `gather` of the same arguments; `rows` must not have changed since."""
+        if self.interpret:
+            self._each_row(rows, lambda row, i: _row_copy(table, row, into, i, semaphore).wait())
+        else:
             indices = plsc.Indices(rows, ignored_value=IGNORED)
             pltpu.make_async_copy(table.at[indices], into, semaphore).wait()
 
     def scatter(self, source: Ref, table: Ref, rows: Ref, semaphore: Ref) -> None:
         """Starts `table[rows[i]] = source[i]`, leaving out rows that are IGNORED."""
-        if not self.interpret:
+        if self.interpret:
+            self._each_row(rows, lambda row, i: _row_copy(source, i, table, row, semaphore).start())
+        else:
             pltpu.async_copy(source, table.at[plsc.Indices(rows, ignored_value=IGNORED)], semaphore)
-            return
-        self._row_by_row(table, rows, source, semaphore, write=True)
 
     def scatter_wait(self, source: Ref, table: Ref, rows: Ref, semaphore: Ref) -> None:
-        """Waits for the `scatter` of the same arguments."""
-        if not self.interpret:
+        """Waits for the `scatter` of the same arguments; `rows` must not have changed since."""
+        if self.interpret:
+            self._each_row(rows, lambda row, i: _row_copy(source, i, table, row, semaphore).wait())
+        else:
             indices = plsc.Indices(rows, ignored_value=IGNORED)
             pltpu.make_async_copy(source, table.at[indices], semaphore).wait()
 
-    def _row_by_row(self, table: Ref, rows: Ref, buffer: Ref, semaphore: Ref, *, write: bool) -> None:
+    def _each_row(self, rows: Ref, body: Callable[[Any, Any], None]) -> None:
         @pl.loop(0, rows.shape[0])
         def _(i: Any) -> None:
             row = rows[i]
-
-            @pl.when(row != IGNORED)
-            def _() -> None:
-                here, there = table.at[pl.ds(row, 1)], buffer.at[pl.ds(i, 1)]
-                source, destination = (there, here) if write else (here, there)
-                pltpu.async_copy(source, destination, semaphore).wait()
+            pl.when(row != IGNORED)(lambda: body(row, i))
 
     def add(self, ref: Ref, index: tuple[Any, ...], values: jax.Array) -> None:
         """`ref[index] += values`, one register."""
@@ -139,6 +138,10 @@ class Target:
     def _pair_index(self, row: Any, column: int) -> tuple[jax.Array, jax.Array]:
         rows = jnp.full((self.lanes,), row, jnp.int32)
         return rows, 2 * jax.lax.iota(jnp.int32, self.lanes) + column
+
+
+def _row_copy(source: Ref, source_row: Any, target: Ref, target_row: Any, semaphore: Ref) -> Any:
+    return pltpu.make_async_copy(source.at[pl.ds(source_row, 1)], target.at[pl.ds(target_row, 1)], semaphore)
 
 
 def unpack_pair(words: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -103,7 +103,6 @@ def _launch(
         gradients_h, ids_h, segments_h, rows_h, limits_h, bounds_h, hyper_h, *weights_h, edges = rest
         own = {name: buffers.pop(name) for name in own_scratch}
         rows_v, table_v, state_v = own["touched_v"], own["table_v"], own["state_v"]
-        pltpu.sync_copy(bounds_h, buffers["bounds_v"])
         pltpu.sync_copy(hyper_h, own["hyper_v"])
         step = RowStep(target, spec, sizes.dim, packed, own["hyper_v"])
 
@@ -163,7 +162,7 @@ def _launch(
 
             weights = weights_h[0] if weights_h else None
             source = (gradients_h, ids_h, segments_h, weights)
-            segments.sum_segments(target, sizes, *source, mine, buffers, begin, finish)
+            segments.sum_segments(target, sizes, *source, bounds_h, mine, buffers, begin, finish)
             pl.when(high >= low + 2)(lambda: written(high - 2))
             pl.when(high >= low + 1)(lambda: written(high - 1))
 
