@@ -262,9 +262,11 @@ class Trainer:
         with self.timer.phase("optimizer"):
             self.optimizer.zero_grad()
         loss = self._separate_ops(batch) if self.whole_step is None else self._one_program(batch)
+        # before the watch looks: on a device this division is a program too, which belongs to the first step
+        share = loss.detach() / self.runtime.world_size
         self.timer.step_done()
         self.runtime.compile_watch.step_done()
-        return loss.detach() / self.runtime.world_size
+        return share
 
     def _one_program(self, batch: Any) -> Tensor:
         assert self.whole_step is not None

@@ -59,7 +59,7 @@ def compile_stablehlo(
     num_replicas: int = 1,
     *,
     aliases: Mapping[int, int] | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = 1800.0,
 ) -> CompileReport:
     """Compile a StableHLO module for one device of `topology`, or for the whole slice.
 

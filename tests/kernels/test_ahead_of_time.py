@@ -53,9 +53,9 @@ def compiled(chip: str, names: Sequence[str], *options: str) -> list[dict[str, A
     return results
 
 
-def check(chip: str, names: Sequence[str]) -> None:
+def check(chip: str, names: Sequence[str], *options: str) -> None:
     programs = {program.name: program for program in MATRIX}
-    for result in compiled(chip, names):
+    for result in compiled(chip, names, *options):
         assert "error" not in result, result
         program = programs[result["name"]]
         table = program.rows * program.row_bytes
@@ -64,8 +64,9 @@ def check(chip: str, names: Sequence[str]) -> None:
         assert result["temporaries"] < LIMITS.get((chip, program.name), 4e6), result
 
 
-def test_quick_programs_on_sparsecore():
-    check("v6e", [program.name for program in QUICK])
+def test_quick_programs_on_sparsecore_at_the_size_of_a_criteo_step():
+    """26 features x 65,536 samples of row-wise tables on one chip: more blocks than fit a subcore."""
+    check("v6e", [program.name for program in QUICK], "--ids", "262144", "--bags", "1703936")
 
 
 @pytest.mark.slow

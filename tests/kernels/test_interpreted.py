@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from recsys_tpu.kernels import hyper_tensor, packed, reference, tensorcore, unpacked
 from recsys_tpu.kernels.sparsecore import segments
 from recsys_tpu.kernels.sparsecore.lookup import pooled_lookup as sparsecore_lookup
+from recsys_tpu.kernels.sparsecore.streams import Target
 from recsys_tpu.kernels.sparsecore.update import fused_update as sparsecore_update
 from recsys_tpu.kernels.tensorcore import update, windows
 from tests.kernels import interpreted
@@ -120,6 +121,23 @@ def test_sparsecore_update(chip, dim, form, mode, name, page, monkeypatch):
         )
 
     check_update(run, case, dim, form, name)
+
+
+class ForgetsGathers(Target):
+    """Never waits for the rows of a window."""
+
+    def gather_wait(self, table: Any, rows: Any, into: Any, semaphore: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_a_sparsecore_lookup_that_does_not_wait_for_its_rows_is_found():
+    """Copies happen when they are waited for, so sums are of memory that nothing was written to."""
+    target = ForgetsGathers(**vars(interpreted.target("v6e", "on_wait")))
+    case = Case(16, 8, np.array([3, 3, 5, 0]), np.array([0, 0, 2, 7]), np.ones(4, np.float32), 16, 16)
+    function = functools.partial(sparsecore_lookup, num_bags=case.num_bags, dim=8, target=target)
+    got = interpreted.run(target, function, *lookup_arguments(case, table_of(case, 8, "float32")))
+    assert np.isnan(got).any()
 
 
 def interpreter(mode: str) -> pltpu.InterpretParams:
