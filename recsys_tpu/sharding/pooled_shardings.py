@@ -115,11 +115,31 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
     ) -> Awaitable[Tensor]:
         if sharding_ctx is None or not sharding_ctx.variable_batch_per_feature:
             return super().forward(local_embs, sharding_ctx)
+        return SummedParts(self._pg)(
+            local_embs, sharding_ctx.batch_size_per_rank_per_feature, self._embedding_dims
+        )
+
+
+class SummedParts(nn.Module):
+    """Reduces and scatters uneven parts on every backend, in the place of TorchRec's
+    `VariableBatchPooledEmbeddingsReduceScatter`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def forward(
+        self,
+        local_embs: Tensor,
+        batch_size_per_rank_per_feature: list[list[int]],
+        embedding_dims: list[int],
+    ) -> Awaitable[Tensor]:
+        """A flat tensor, part r of it for rank r of the group: this rank's part, summed over the ranks."""
         sizes = [
-            sum(samples * dim for samples, dim in zip(of_rank, self._embedding_dims, strict=True))
-            for of_rank in sharding_ctx.batch_size_per_rank_per_feature
+            sum(samples * dim for samples, dim in zip(of_rank, embedding_dims, strict=True))
+            for of_rank in batch_size_per_rank_per_feature
         ]
-        return NoWait(_SummedParts.apply(local_embs, sizes, self._pg))
+        return NoWait(_SummedParts.apply(local_embs, sizes or [0] * self._group.size(), self._group))
 
 
 class _SummedParts(torch.autograd.Function):
@@ -151,11 +171,22 @@ class TableColumnWise(_OnHost, _InTableOrder, TwCwPooledEmbeddingSharding):
     sharding_type = ShardingType.TABLE_COLUMN_WISE
 
 
-class TableRowWise(_OnHost, TwRwPooledEmbeddingSharding):
+class _SummedOverHost:
+    """Mixed into a sharding over the ranks of a host: batch sizes of their own for each feature, as above."""
+
+    def create_output_dist(self: Any, device: torch.device | None = None) -> nn.Module:
+        output_dist: Any = super().create_output_dist(device)  # type: ignore[misc]
+        # TorchRec makes its parts for what the first batch is, and then has none for the other kind.
+        output_dist._create_output_dist_modules(EmbeddingShardingContext(variable_batch_per_feature=True))
+        output_dist._variable_intra_dist = SummedParts(self._intra_pg)
+        return output_dist
+
+
+class TableRowWise(_OnHost, _SummedOverHost, TwRwPooledEmbeddingSharding):
     sharding_type = ShardingType.TABLE_ROW_WISE
 
 
-class Grid(_OnHost, _InTableOrder, GridPooledEmbeddingSharding):
+class Grid(_OnHost, _SummedOverHost, _InTableOrder, GridPooledEmbeddingSharding):
     sharding_type = ShardingType.GRID_SHARD
 
 

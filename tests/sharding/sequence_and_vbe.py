@@ -63,9 +63,10 @@ def train_sequences(runtime: Runtime, cases: list[Case]) -> list[dict[str, Any]]
     return [_train_sequences(runtime, case) for case in cases]
 
 
-def _train_sequences(runtime: Runtime, case: Case) -> dict[str, Any]:
+def shard_sequences(case: Case, runtime: Runtime, optimizer: Any) -> DistributedModelParallel:
+    """The unpooled model of a case, sharded by its plan, with the case's initial tables loaded."""
     sharder = TpuEmbeddingCollectionSharder(
-        fused_params={"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": RATE, "eps": 1e-8}
+        fused_params={"optimizer": optimizer, "learning_rate": RATE, "eps": 1e-8}
     )
     model = Sequences(case)
     world = runtime.world_size
@@ -88,19 +89,37 @@ def _train_sequences(runtime: Runtime, case: Case) -> dict[str, Any]:
         sharders=[sharder],
     )
     dmp.load_state_dict({f"ec.{name}": value for name, value in sequence_tables(case).items()})
+    return dmp
+
+
+def sequence_step(
+    dmp: DistributedModelParallel,
+    case: Case,
+    runtime: Runtime,
+    step: int,
+    shapes: set[tuple[int, ...]] | None = None,
+) -> Tensor:
+    """The loss of a step's batch.  shapes: gets the lengths of the outputs."""
+    world = runtime.world_size
+    output = dmp.module.ec(batch_of(case, step, runtime.rank, world)).wait()
+    if shapes is not None:
+        shapes.add(tuple(len(output[name].values()) for name in sorted(output)))
+    return sequence_loss(case, output, case.batch // world)
+
+
+def _train_sequences(runtime: Runtime, case: Case) -> dict[str, Any]:
+    dmp = shard_sequences(case, runtime, EmbOptimType.EXACT_ADAGRAD)
     dense = dense_optimizer(dmp, replace(case, optimizer="adagrad", rate=RATE))
     losses: list[float] = []
     shapes: set[tuple[int, ...]] = set()
     for step in range(case.steps):
-        output = dmp.module.ec(batch_of(case, step, runtime.rank, world)).wait()
-        loss = sequence_loss(case, output, case.batch // world)
+        loss = sequence_step(dmp, case, runtime, step, shapes)
         if dense is not None:
             dense.zero_grad()
         loss.backward()
         if dense is not None:
             dense.step()
         losses.append(float(loss.detach()))
-        shapes.add(tuple(len(output[name].values()) for name in sorted(output)))
     counters = dmp.module.ec.capacity_counters
     tables = {name: pieces(value) for name, value in dmp.module.ec.state_dict().items()}
     return {"losses": losses, "tables": tables, "shapes": shapes, "late": counters.late}
@@ -168,8 +187,9 @@ def variable_batches(runtime: Runtime, cases: list[Case]) -> list[dict[str, Any]
             output = dmp.module.ebc(variable_batch(case, runtime.rank)[form])
             names = output.keys()
             columns = torch.cat([output[name] for name in sorted(names)], dim=1)
-            (columns * torch.linspace(0.1, 1, columns.shape[1])).square().sum().backward()
+            scale = torch.linspace(0.1, 1, columns.shape[1]).to(columns.device)
+            (columns * scale).square().sum().backward()
             tables = {name: pieces(value) for name, value in dmp.module.ebc.state_dict().items()}
-            outcome["short" if form == 0 else "whole"] = {"output": columns.detach(), "tables": tables}
+            outcome["short" if form == 0 else "whole"] = {"output": columns.detach().cpu(), "tables": tables}
         results.append(outcome)
     return results
