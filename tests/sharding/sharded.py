@@ -108,10 +108,17 @@ def pieces(value: Any) -> list[tuple[list[int], torch.Tensor]]:
 
 
 def train_steps(
-    dmp: DistributedModelParallel, case: Case, runtime: Runtime, steps: range
+    dmp: DistributedModelParallel,
+    case: Case,
+    runtime: Runtime,
+    steps: range,
+    dense: KeyedOptimizerWrapper | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """This rank's losses of some steps, and its outputs of the first of them."""
-    dense = dense_optimizer(dmp, case)
+    """This rank's losses of some steps, and its outputs of the first of them.
+
+    dense: the optimizer of replicated tables; a new one, if there are some and it is not given.
+    """
+    dense = dense or dense_optimizer(dmp, case)
     clipping = None if case.max_norm is None else GlobalNormClipping(dmp, case.max_norm)
     losses, first = [], {}
     batches = (batch_of(case, step, runtime.rank, runtime.world_size) for step in steps)
@@ -146,7 +153,8 @@ def set_rate(rate: float, dmp: DistributedModelParallel, dense: KeyedOptimizerWr
 
 def train_sharded(runtime: Runtime, case: Case) -> dict[str, Any]:
     """Losses, first outputs, pieces of tables and of states of this rank."""
-    dmp = shard(case, runtime)
+    # What the data has at most makes one size of every buffer enough, and one compilation on a device.
+    dmp = shard(case, runtime, max_ids_per_sample=dict.fromkeys(case.features, case.longest_bag))
     losses, first = train_steps(dmp, case, runtime, range(case.steps))
     tables = {name: pieces(value) for name, value in dmp.module.ebc.state_dict().items()}
     states = {
