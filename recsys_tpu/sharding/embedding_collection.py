@@ -54,6 +54,14 @@ class TpuShardedEmbeddingCollection(PreparedModule, ShardedEmbeddingCollection):
         self._use_index_dedup = False  # TorchRec's; ours is part of the exchange
         self._set_up_host(self._sharding_type_to_sharding.values(), self._embedding_configs, validate, {})
 
+    def create_grouped_sharding_infos(  # TorchRec's is a classmethod, which it calls on self
+        self, *arguments: Any, **options: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """By sharding type; kept, as by a sharded EmbeddingBagCollection."""
+        grouped = super().create_grouped_sharding_infos(*arguments, **options)
+        self.sharding_type_to_sharding_infos: dict[str, list[EmbeddingShardingInfo]] = grouped
+        return grouped
+
     @classmethod
     def create_embedding_sharding(
         cls,

@@ -8,18 +8,31 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from recsys_tpu.checkpoint import CheckpointStore, TrainerState
 from recsys_tpu.plain_state import load_plain, read_checkpoint, read_plain
 from recsys_tpu.runtime import Runtime
 from recsys_tpu.sharding.canonical_state import canonical_state, restore_state
-from tests.sharding.sharded import shard, train_steps
+from tests.sharding.sequence_and_vbe import sequence_step, shard_sequences
+from tests.sharding.sharded import dense_optimizer, shard, train_steps
 from tests.sharding.training import Case
 
 
-def tensors(dmp: DistributedModelParallel) -> dict[str, Any]:
-    state = dmp.fused_optimizer.state_dict()["state"]
+def tensors(dmp: DistributedModelParallel, dense: KeyedOptimizerWrapper | None = None) -> dict[str, Any]:
+    """What a checkpoint holds: live, but for what has another canonical form."""
+    optimizers = [dmp.fused_optimizer] if dense is None else [dmp.fused_optimizer, dense]
+    state = CombinedOptimizer(optimizers).state_dict()["state"]
     return {"model": dmp.state_dict(), "optimizer": canonical_state(dmp, state)}
+
+
+def load(dmp: DistributedModelParallel, dense: KeyedOptimizerWrapper | None, folder: str) -> None:
+    if dense is not None:
+        dense.init_state()
+    target = tensors(dmp, dense)
+    dcp.load(target, checkpoint_id=folder)
+    dmp.load_state_dict(target["model"])
+    restore_state(dmp, target["optimizer"])
 
 
 def train_and_save(runtime: Runtime, jobs: list[tuple[Case, str]]) -> list[list[float]]:
@@ -27,8 +40,9 @@ def train_and_save(runtime: Runtime, jobs: list[tuple[Case, str]]) -> list[list[
     losses = []
     for case, folder in jobs:
         dmp = shard(case, runtime)
-        losses.append(train_steps(dmp, case, runtime, range(case.steps))[0])
-        dcp.save(tensors(dmp), checkpoint_id=folder)
+        dense = dense_optimizer(dmp, case)
+        losses.append(train_steps(dmp, case, runtime, range(case.steps), dense)[0])
+        dcp.save(tensors(dmp, dense), checkpoint_id=folder)
     return losses
 
 
@@ -40,11 +54,9 @@ def load_and_continue(runtime: Runtime, jobs: list[tuple[Case, str, int]]) -> li
     results = []
     for case, folder, steps in jobs:
         dmp = shard(case, runtime)
-        target = tensors(dmp)
-        dcp.load(target, checkpoint_id=folder)
-        dmp.load_state_dict(target["model"])
-        restore_state(dmp, target["optimizer"])
-        losses, _ = train_steps(dmp, case, runtime, range(case.steps, case.steps + steps))
+        dense = dense_optimizer(dmp, case)
+        load(dmp, dense, folder)
+        losses, _ = train_steps(dmp, case, runtime, range(case.steps, case.steps + steps), dense)
         results.append({"losses": losses})
     return results
 
@@ -61,11 +73,20 @@ def resave(runtime: Runtime, jobs: list[tuple[Case, str, str]]) -> None:
     """Loads a checkpoint under the case's plan and saves it again."""
     for case, folder, again in jobs:
         dmp = shard(case, runtime)
-        target = tensors(dmp)
-        dcp.load(target, checkpoint_id=folder)
-        dmp.load_state_dict(target["model"])
-        restore_state(dmp, target["optimizer"])
-        dcp.save(tensors(dmp), checkpoint_id=again)
+        dense = dense_optimizer(dmp, case)
+        load(dmp, dense, folder)
+        dcp.save(tensors(dmp, dense), checkpoint_id=again)
+
+
+def unpooled(runtime: Runtime, jobs: list[tuple[Case, Case, Any, str]]) -> None:
+    """Trains unpooled tables for a step and saves them; loads that under another plan and saves it again."""
+    for case, other, optimizer, folder in jobs:
+        dmp = shard_sequences(case, runtime, optimizer)
+        sequence_step(dmp, case, runtime, 0).backward()
+        dcp.save(tensors(dmp), checkpoint_id=f"{folder}/first")
+        dmp = shard_sequences(other, runtime, optimizer)
+        load(dmp, None, f"{folder}/first")
+        dcp.save(tensors(dmp), checkpoint_id=f"{folder}/again")
 
 
 def through_plain(runtime: Runtime, case: Case, folder_name: str) -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from tests.sharding import training
 from tests.sharding.ranks import on_ranks
 from tests.sharding.training import Case, Table
 
-PLANS = ("table_wise", "row_wise", "column_wise", "table_row_wise")
+# A row has one sum of squares, a table one step, whoever trains it.  Each plan is loaded from the one before.
+PLANS = {
+    "rowwise_adagrad": (
+        "table_wise",
+        "row_wise",
+        "column_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+    ),
+    "adam": ("table_wise", "column_wise", "data_parallel", "row_wise"),
+    "adagrad": ("data_parallel", "row_wise", "column_wise"),
+}
 MORE = 5
 
 
@@ -23,7 +35,7 @@ def case_of(sharding: str, optimizer: str, ranks: tuple[int, ...] = (0, 1)) -> C
         Table(40, 8, ("a",), sharding, ranks=ranks),
         Table(3, 16, ("b", "a"), sharding, ranks=ranks[::-1]),
     )
-    return Case(tables, optimizer=optimizer, steps=6)
+    return Case(tables, optimizer=optimizer, steps=6, split_columns=("column_wise", "table_column_wise"))
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -37,8 +49,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
     """Checkpoints of two ranks, by (plan, optimizer)."""
     folders = {
         (plan, optimizer): tmp_path_factory.mktemp(f"{plan}-{optimizer}")
-        for plan in PLANS
-        for optimizer in ("rowwise_adagrad", "adam")
+        for optimizer, plans in PLANS.items()
+        for plan in plans
     }
     jobs = [(case_of(*key), str(folder)) for key, folder in folders.items()]
     on_ranks("tests.sharding.resharding:train_and_save", 2, "cpu", jobs)
@@ -47,6 +59,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
 
 def test_the_canonical_form_is_that_of_the_whole_table(saved: dict[tuple[str, str], Path]) -> None:
     for (plan, optimizer), folder in saved.items():
+        if (plan, optimizer) == ("data_parallel", "adam"):
+            continue  # torch's moves rows that a batch has not touched
         expected = training.train_unsharded(case_of(plan, optimizer))
         found = whole(folder)
         for index in range(2):
@@ -65,18 +79,33 @@ def test_the_canonical_form_is_that_of_the_whole_table(saved: dict[tuple[str, st
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_plan_loads_every_other(saved: dict[tuple[str, str], Path], tmp_path: Path, world: int) -> None:
-    jobs: list[Any] = []
-    for (plan, optimizer), folder in saved.items():
-        for to in PLANS:
-            if to != plan and (world == 2 or to == "row_wise"):
-                jobs.append((case_of(to, optimizer), str(folder), str(tmp_path / f"{plan}-{to}-{optimizer}")))
+def test_every_plan_loads_another(saved: dict[tuple[str, str], Path], tmp_path: Path, world: int) -> None:
+    jobs = [
+        (case_of(to, optimizer), str(saved[plan, optimizer]), str(tmp_path / f"{plan}-{optimizer}"))
+        for optimizer, plans in PLANS.items()
+        for plan, to in zip(plans, (*plans[1:], plans[0]), strict=True)
+    ]
     on_ranks("tests.sharding.resharding:resave", world, "cpu", jobs)
     for _, folder, again in jobs:
         before, after = whole(Path(folder)), whole(Path(again))
         assert before.keys() == after.keys()
         for name, value in before.items():
-            close(after[name], value, rtol=1e-6)
+            close(after[name].to(value.dtype), value, rtol=1e-6)
+
+
+def test_state_of_unpooled_tables_is_canonical_too(tmp_path: Path) -> None:
+    case = replace(case_of("column_wise", ""), tables=(Table(40, 8, ("a",), "column_wise", (0, 1)),))
+    other = replace(case, tables=tuple(replace(table, sharding="row_wise") for table in case.tables))
+    shapes = {EmbOptimType.EXACT_ROWWISE_ADAGRAD: (40,), EmbOptimType.ADAM: (40, 8)}
+    jobs = [(case, other, optimizer, str(tmp_path / optimizer.name)) for optimizer in shapes]
+    on_ranks("tests.sharding.resharding:unpooled", 2, "cpu", jobs)
+    for optimizer, shape in shapes.items():
+        before, after = whole(tmp_path / optimizer.name / "first"), whole(tmp_path / optimizer.name / "again")
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            close(after[name], value, rtol=0)
+        momentum = before["optimizer/ec.embeddings.t0.weight/t0.momentum1"]
+        assert momentum.shape == shape and momentum.any()
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -88,6 +117,8 @@ def test_training_goes_on_with_the_same_losses(saved: dict[tuple[str, str], Path
         ("column_wise", "row_wise"),
     ]
     jobs = []
+    for plan, to in (("data_parallel", "row_wise"), ("row_wise", "data_parallel")):
+        jobs.append((case_of(to, "adagrad"), str(saved[plan, "adagrad"]), MORE))
     for optimizer in ("rowwise_adagrad", "adam"):
         for plan, to in keys:
             # Row-wise sums of column shards are their own thing (as FBGEMM's): not the unsharded run's.
@@ -95,7 +126,7 @@ def test_training_goes_on_with_the_same_losses(saved: dict[tuple[str, str], Path
                 jobs.append((case_of(to, optimizer), str(saved[plan, optimizer]), MORE))
     results = on_ranks("tests.sharding.resharding:load_and_continue", world, "cpu", jobs)
     for index, (case, _, _) in enumerate(jobs):
-        whole_run = training.train_unsharded(Case(case.tables, optimizer=case.optimizer, steps=6 + MORE))
+        whole_run = training.train_unsharded(replace(case, steps=6 + MORE))
         losses = np.mean([rank[index]["losses"] for rank in results], axis=0)
         np.testing.assert_allclose(losses, whole_run["losses"][6:], rtol=1e-4)
 
