@@ -232,6 +232,17 @@ class ShardingConfig(Section):
         description="who moves pooled rows and their gradients between ranks: torch.distributed, or our "
         "remote-DMA kernels (on TPU chips; elsewhere their lines travel by torch.distributed)",
     )
+    wire: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="exchange=pallas: what pooled rows and their gradients are rounded to while they travel "
+        "all to all; sums of row-sharded tables travel as fp32",
+    )
+
+    @model_validator(mode="after")
+    def _wire_of_our_exchange(self) -> ShardingConfig:
+        if self.wire != "fp32" and self.exchange != "pallas":
+            raise ValueError(f"sharding.wire={self.wire} needs sharding.exchange=pallas")
+        return self
 
 
 class TrainConfig(Section):

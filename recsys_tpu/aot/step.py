@@ -26,6 +26,7 @@ from recsys_tpu.embeddings.dense_tables import DenseLookup
 from recsys_tpu.kernels import LookupBatch, Optimizer, OptimizerSpec, donating_update, pooled_lookup
 from recsys_tpu.kernels.all_to_all.pooled import Transport
 from recsys_tpu.kernels.optimizer import HYPER_SIZE
+from recsys_tpu.sharding.pooled_exchange import WIRE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def build_step(
         samples=part.samples,
         within_slice=ranks,
         transport=transport,
+        wire_dtype=WIRE_DTYPES[config.sharding.wire],
     )
     return (
         _replicated(config, part, tables, ranks)

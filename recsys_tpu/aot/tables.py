@@ -99,6 +99,7 @@ def rank_tables(
     samples: int,
     within_slice: Slice,
     transport: Transport,
+    wire_dtype: torch.dtype | None = None,
 ) -> RankTables:
     """The fullest rank's part of `configs`, each of them sharded as `kind`.
 
@@ -140,7 +141,8 @@ def rank_tables(
         if parts > 1:  # rows spread over ranks see their share of the ids
             ids = math.ceil(ids / parts * HEADROOM)
         sizes.append((rung(ids), min(rung(ids), rung(stack.num_rows))))
-    stages = [] if replicated else _stages(kind, within_slice, slots * local[0].width, transport)
+    columns = slots * local[0].width
+    stages = [] if replicated else _stages(kind, within_slice, columns, transport, wire_dtype)
     return RankTables(
         stacks=stacks,
         features=[len(of_stack) for of_stack in readers],
@@ -208,7 +210,9 @@ def _fullest(shards: Sequence[_Shard], places: int, max_ids: Mapping[str, int]) 
     return [shards[index] for index in sorted(at[fullest])], slots
 
 
-def _stages(kind: str, ranks: Slice, columns: int, transport: Transport) -> list[Stage]:
+def _stages(
+    kind: str, ranks: Slice, columns: int, transport: Transport, wire_dtype: torch.dtype | None
+) -> list[Stage]:
     if ranks.group is None:
         return []
     stages: list[Stage] = []
@@ -222,6 +226,7 @@ def _stages(kind: str, ranks: Slice, columns: int, transport: Transport) -> list
         if ranks.row_groups > 1:
             assert ranks.across is not None
             dims = [columns] * ranks.row_groups
-            stages.append(all_to_all(ranks.across, dims, transport, MeshAxis(ranks.group, shape, 0)))
+            axis = MeshAxis(ranks.group, shape, 0)
+            stages.append(all_to_all(ranks.across, dims, transport, axis, wire_dtype=wire_dtype))
         return stages
-    return [all_to_all(ranks.group, [columns] * ranks.ranks, transport)]
+    return [all_to_all(ranks.group, [columns] * ranks.ranks, transport, wire_dtype=wire_dtype)]

@@ -36,9 +36,16 @@ def set_log_level() -> None:
 
 
 def filter_warnings() -> None:
-    """Ignore torch_tpu's notes on a chip's performance and on experimental interfaces."""
+    """Ignore torch_tpu's notes on a chip's performance and on experimental interfaces.
+
+    Its `.item()` also reads `.grad` of every tensor, and torch warns of that as if the user had; the place
+    in the text tells the two apart.
+    """
     warnings.filterwarnings("ignore", message="<TorchTpu/Performance/")
     warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage/ExperimentalApi/>")
+    warnings.filterwarnings(
+        "ignore", message=r"(?s)The \.grad attribute of a Tensor that is not.*torch_tpu_pypi"
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recsys_tpu.sharding.host import placed_on
-from recsys_tpu.sharding.pooled_exchange import Exchange, pooled_exchange
+from recsys_tpu.sharding.pooled_exchange import WIRE_DTYPES, Exchange, Wire, pooled_exchange
 from recsys_tpu.sharding.pooled_shardings import pooled_sharding
 from recsys_tpu.sharding.prepared_module import PreparedModule, data_parallel
 from recsys_tpu.sharding.row_shardings import RowsTravel, deduplicated_sharding
@@ -40,6 +40,7 @@ class TpuShardedEmbeddingBagCollection(PreparedModule, ShardedEmbeddingBagCollec
         device: torch.device | None = None,
         validate: Validation = Validation.FULL,
         exchange: Exchange = Exchange.COLLECTIVE,
+        wire: Wire = "fp32",
         max_ids_per_sample: Mapping[str, int] | None = None,
         deduplicate: bool | Collection[str] = False,
         **options: Any,
@@ -60,7 +61,9 @@ class TpuShardedEmbeddingBagCollection(PreparedModule, ShardedEmbeddingBagCollec
             for position, of_type in enumerate(self._embedding_shardings):
                 if isinstance(of_type, RowsTravel):
                     continue
-                ours = pooled_exchange(of_type, self._output_dists[position], device)
+                ours = pooled_exchange(
+                    of_type, self._output_dists[position], device, wire_dtype=WIRE_DTYPES[wire]
+                )
                 if ours is not None:
                     self._output_dists[position] = ours
 
@@ -123,7 +126,8 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
     fused_params: optimizer and its settings, see `embeddings.fused_params`.  validate: how much of each
     batch is checked before it is sent, see `sharding.validation`.  exchange: who moves pooled rows between
-    ranks, see `sharding.pooled_exchange`.  max_ids_per_sample: ids that a sample has at most, by
+    ranks, see `sharding.pooled_exchange`.  wire: with exchange "pallas", what pooled rows and gradients are
+    rounded to while they travel all to all.  max_ids_per_sample: ids that a sample has at most, by
     feature, where that is known: then no batch can need a buffer whose programs are not compiled yet.
     deduplicate: whose ids are deduplicated before the exchange: True for every sharded table, or tables by
     name; see `sharding.row_exchange`.
@@ -134,6 +138,7 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         *args: Any,
         validate: str | Validation = Validation.FULL,
         exchange: str | Exchange = Exchange.COLLECTIVE,
+        wire: Wire = "fp32",
         max_ids_per_sample: Mapping[str, int] | None = None,
         deduplicate: bool | Collection[str] = False,
         **options: Any,
@@ -142,7 +147,13 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         self._max_ids_per_sample = max_ids_per_sample
         self._deduplicate = deduplicate
         self._validate = Validation(validate)
-        self._exchange = Exchange(exchange)
+        self._exchange, self._wire = Exchange(exchange), wire
+        if wire not in WIRE_DTYPES:
+            raise ValueError(f"wire {wire!r}: expected one of {', '.join(WIRE_DTYPES)}")
+        if self._exchange is Exchange.PALLAS and self.qcomm_codecs_registry:
+            raise ValueError("exchange 'pallas' takes no qcomm_codecs_registry: give wire='bf16' instead")
+        if self._exchange is not Exchange.PALLAS and wire != "fp32":
+            raise ValueError(f"wire {wire!r} needs exchange 'pallas'; without, give a qcomm_codecs_registry")
 
     def shard(
         self,
@@ -163,6 +174,7 @@ class TpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
             validate=self._validate,
             exchange=self._exchange,
+            wire=self._wire,
             deduplicate=self._deduplicate,
             max_ids_per_sample=self._max_ids_per_sample,
         )

@@ -56,6 +56,7 @@ def shard_model(
         TpuEmbeddingBagCollectionSharder(
             validate=config.sharding.validate_ids,
             exchange=config.sharding.exchange,
+            wire=config.sharding.wire,
             max_ids_per_sample=max_ids_per_sample,
             deduplicate=config.sharding.deduplicate,
         )

@@ -8,8 +8,8 @@ the other among the ranks with the same place in their groups.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,10 @@ class Exchange(enum.Enum):
 
 
 Stage = Callable[[Tensor], Tensor]
+
+Wire = Literal["fp32", "bf16"]
+# None: as they are
+WIRE_DTYPES: Mapping[Wire, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
 class PooledExchange(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]):
@@ -70,12 +74,17 @@ def transport_on(device: torch.device) -> Transport:
     return "kernel" if device.type == "tpu" and target_chip() is not None else "collective"
 
 
-def pooled_exchange(sharding: Any, output_dist: Any, device: torch.device) -> PooledExchange | None:
-    """Ours in the place of a TorchRec sharding's output dist; None for data-parallel tables."""
+def pooled_exchange(
+    sharding: Any, output_dist: Any, device: torch.device, *, wire_dtype: torch.dtype | None = None
+) -> PooledExchange | None:
+    """Ours in the place of a TorchRec sharding's output dist; None for data-parallel tables.
+
+    wire_dtype: of `all_to_all`.  Partial sums travel as they are: a kernel would round them at every hop.
+    """
     transport, world = transport_on(device), sharding._pg
     in_table_order: list[Stage] = list(getattr(output_dist, "_callbacks", None) or [])
     if isinstance(sharding, TableWise | ColumnWise | TableColumnWise):
-        stages = [all_to_all(world, sharding._dim_sum_per_rank(), transport)]
+        stages = [all_to_all(world, sharding._dim_sum_per_rank(), transport, wire_dtype=wire_dtype)]
     elif isinstance(sharding, RowWise):
         stages = [reduce_scatter(world, transport)]
     elif isinstance(sharding, TableRowWise | Grid):
@@ -83,7 +92,11 @@ def pooled_exchange(sharding: Any, output_dist: Any, device: torch.device) -> Po
         stages = [
             reduce_scatter(sharding._intra_pg, transport, MeshAxis(world, groups, 1)),
             all_to_all(
-                sharding._cross_pg, sharding._dim_sum_per_node(), transport, MeshAxis(world, groups, 0)
+                sharding._cross_pg,
+                sharding._dim_sum_per_node(),
+                transport,
+                MeshAxis(world, groups, 0),
+                wire_dtype=wire_dtype,
             ),
         ]
     else:
@@ -92,13 +105,26 @@ def pooled_exchange(sharding: Any, output_dist: Any, device: torch.device) -> Po
 
 
 def all_to_all(
-    group: dist.ProcessGroup, dims: Sequence[int], transport: Transport, axis: MeshAxis | None = None
+    group: dist.ProcessGroup,
+    dims: Sequence[int],
+    transport: Transport,
+    axis: MeshAxis | None = None,
+    *,
+    wire_dtype: torch.dtype | None = None,
 ) -> Stage:
-    """`exchange_pooled` with TorchRec's division of gradients."""
+    """`exchange_pooled` with TorchRec's division of gradients; both ways are rounded to `wire_dtype`."""
 
     def stage(pooled: Tensor) -> Tensor:
-        scale = _gradient_scale(group)
-        return exchange_pooled(pooled, group, dims=dims, transport=transport, grad_scale=scale, axis=axis)
+        return exchange_pooled(
+            pooled,
+            group,
+            dims=dims,
+            transport=transport,
+            wire_dtype=wire_dtype,
+            grad_wire_dtype=wire_dtype,
+            grad_scale=_gradient_scale(group),
+            axis=axis,
+        )
 
     return stage
 

@@ -26,7 +26,8 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 SCRIPT = """
 import sys
 import torch
-print(sys.argv[1:], torch.ones(3, device="tpu").sum().item())
+weight = torch.ones(3, device="tpu", requires_grad=True)
+print(sys.argv[1:], weight.sum().item())
 print("kept", file=sys.stderr)
 """
 

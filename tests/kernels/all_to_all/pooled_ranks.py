@@ -97,13 +97,16 @@ def sums_on_two_ranks(runtime: Runtime) -> dict[str, list[torch.Tensor]]:
 
 
 def train_with_both(runtime: Runtime, cases: list[Any]) -> list[dict[str, Any]]:
-    """The same training with TorchRec's exchange and with ours."""
+    """The same training with TorchRec's exchange and with ours; table-wise also in bf16 on the wire."""
     shard, results = sharded.shard, []
     for case in cases:
         runs = {}
-        for exchange in ("collective", "pallas"):
-            sharded.shard = functools.partial(shard, exchange=exchange)
-            runs[exchange] = sharded.train_sharded(runtime, case)
+        ways = {"collective": {"exchange": "collective"}, "pallas": {"exchange": "pallas"}}
+        if case.tables[0].sharding == "table_wise":
+            ways["bf16"] = {"exchange": "pallas", "wire": "bf16"}
+        for way, options in ways.items():
+            sharded.shard = functools.partial(shard, **options)
+            runs[way] = sharded.train_sharded(runtime, case)
         results.append(runs)
     sharded.shard = shard
     return results

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torchrec.distributed.types import QuantizedCommCodecs
 
+from recsys_tpu.sharding.embedding_bag_collection import TpuEmbeddingBagCollectionSharder
 from tests.kernels.all_to_all import pooled_ranks
 from tests.sharding.ranks import on_ranks
 from tests.sharding.training import Case, Table
@@ -66,6 +70,19 @@ def test_one_rank() -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "pallas", "qcomm_codecs_registry": {"x": QuantizedCommCodecs()}}, "give wire='bf16'"),
+        ({"wire": "bf16"}, "needs exchange 'pallas'"),
+        ({"exchange": "pallas", "wire": "fp16"}, "expected one of fp32, bf16"),
+    ],
+)
+def test_a_wire_that_would_be_ignored_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TpuEmbeddingBagCollectionSharder(**options)
+
+
 TYPES = ("table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")
 
 
@@ -86,6 +103,9 @@ def test_training_of_every_type_is_the_same_as_with_the_collective(
     for rank in on_ranks(function("train_with_both"), 4, device, cases, host_size=2):
         for runs in rank:
             ours, theirs = runs["pallas"], runs["collective"]
+            if "bf16" in runs:  # rounded, but the same training
+                assert runs["bf16"]["losses"] != theirs["losses"]
+                np.testing.assert_allclose(runs["bf16"]["losses"], theirs["losses"], rtol=2**-7)
             np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-6)
             for name, pieces in theirs["tables"].items():
                 for (_, expected), (_, trained) in zip(pieces, ours["tables"][name], strict=True):
