@@ -121,15 +121,15 @@ class FusedTables(nn.Module):
         kernels.fused_update(*arguments)
         for nothing in self._to_rehearse.pop(id(stack), ()):
             kernels.fused_update(stack.weights, stack.state, grad_output, nothing, self.spec, self.hyper())
+            kernels.pooled_lookup(stack.weights, nothing, stack.dim)
 
     def rehearse(self, position: int, batch: LookupBatch) -> None:
-        """Runs lookup and update of a stack on a batch without ids, so that their programs are there.
+        """Runs update and lookup of a stack on a batch without ids, so that their programs are there.
 
-        The update comes behind the next one, with its gradient: a program is built for a view as it is.
+        They come behind the next update, with its gradient: a program is built for a gradient that may be a
+        view, and for a table that an update has left, which is another program than that for a loaded one.
         """
-        stack = self.stacks[position]
-        kernels.pooled_lookup(stack.weights, batch, stack.dim)
-        self._to_rehearse.setdefault(id(stack), []).append(batch)
+        self._to_rehearse.setdefault(id(self.stacks[position]), []).append(batch)
 
     def hold_updates(self) -> None:
         """From now on the backward keeps its updates for `apply_held`."""
