@@ -20,6 +20,9 @@ from recsys_tpu.sharding.ahead import Ahead
 from recsys_tpu.sharding.host import PreparedSplits, host_group, kind_of_batch, max_over_ranks, prepare
 from recsys_tpu.sharding.validation import FeatureLimits, Validation, check_features
 
+# torch_tpu builds a program when it first runs, and once more when it runs again on another program's result.
+_REHEARSALS = 3
+
 
 class PreparedModule:
     """Mixed into a sharded TorchRec collection: ids are checked, exchanged, sorted and padded on the host.
@@ -97,10 +100,11 @@ class PreparedModule:
             return
         self._rehearsed.add(kind)
         shared = sum(of_lookup.num_shared for of_lookup in prepared)
-        levels = iter(self._capacities.levels(kind)[shared:])
-        for lookup, of_lookup in zip(self._lookups, prepared, strict=True):
-            unwrapped: Any = getattr(lookup, "module", lookup)  # out of DDP
-            unwrapped.rehearse(of_lookup, levels)
+        for _ in range(_REHEARSALS):
+            levels = iter(self._capacities.levels(kind)[shared:])
+            for lookup, of_lookup in zip(self._lookups, prepared, strict=True):
+                unwrapped: Any = getattr(lookup, "module", lookup)  # out of DDP
+                unwrapped.rehearse(of_lookup, levels)
 
 
 def data_parallel(lookup: nn.Module, env: ShardingEnv) -> DistributedDataParallel:
