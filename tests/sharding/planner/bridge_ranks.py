@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -22,41 +18,13 @@ from recsys_tpu.sharding.planner.torchrec_bridge import TpuEmbeddingShardingPlan
 from tests.sharding.sharded import dense_optimizer, pieces
 from tests.sharding.training import Case, Model, batch_of, initial_tables, loss_of
 
+OPTIMIZERS = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
 Pieces = dict[str, list[tuple[list[int], Any]]]
 
 
 def train_planned(runtime: Runtime, case: Case, plan_files: list[str], ours: bool) -> list[Pieces]:
     """Trains `case` under each plan; the local pieces of each table after the last step."""
-    return [_train(runtime, case, Plan.load(Path(name)), ours) for name in plan_files]
-
-
-def count_exchange(runtime: Runtime, case: Case, plan_files: list[str]) -> list[int]:
-    """Bytes of pooled vectors and their gradients that this rank sends to others in one step of each plan."""
-    exchange = dist.all_to_all_single
-    sent: list[int] = []
-
-    def counting(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        if input.is_floating_point():
-            sizes = input_split_sizes or [len(input) // runtime.world_size] * runtime.world_size
-            rows = sum(sizes) - sizes[runtime.rank]
-            sent[-1] += rows * math.prod(input.shape[1:]) * input.element_size()
-        return exchange(output, input, output_split_sizes, input_split_sizes, *rest, **named)
-
-    dist.all_to_all_single = counting
-    try:
-        for name in plan_files:
-            sent.append(0)
-            _train(runtime, replace(case, steps=1), Plan.load(Path(name)), True)
-    finally:
-        dist.all_to_all_single = exchange
-    return sent
+    return [train_one(runtime, case, Plan.load(Path(name)), ours) for name in plan_files]
 
 
 def train_with_planner_class(runtime: Runtime, case: Case) -> list[Pieces]:
@@ -67,9 +35,9 @@ def train_with_planner_class(runtime: Runtime, case: Case) -> list[Pieces]:
     return [{name: list(map(str, sharding.ranks)) for name, sharding in plan.plan["ebc"].items()}]
 
 
-def _train(runtime: Runtime, case: Case, plan: Plan, ours: bool) -> Pieces:
+def train_one(runtime: Runtime, case: Case, plan: Plan, ours: bool) -> Pieces:
     os.environ["LOCAL_WORLD_SIZE"] = str(plan.row_group)
-    params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": case.rate}
+    params = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": case.rate}
     sharder = (TpuEmbeddingBagCollectionSharder if ours else EmbeddingBagCollectionSharder)(
         fused_params=params
     )

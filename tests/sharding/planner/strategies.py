@@ -6,8 +6,17 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from recsys_tpu.sharding.planner import DensePart, TableSpec, Topology, Workload
+from recsys_tpu.sharding.planner import (
+    DensePart,
+    Plan,
+    ShardingType,
+    TablePlan,
+    TableSpec,
+    Topology,
+    Workload,
+)
 from recsys_tpu.sharding.planner.chips import CHIPS
+from tests.sharding.training import Case
 
 
 def small_topology(ranks: int, *, hosts: int = 1, hbm_bytes: int | None = None) -> Topology:
@@ -37,3 +46,32 @@ def tables(*, most: int, dims: tuple[int, ...] = (8, 16, 32)) -> st.SearchStrate
 def workload(specs: tuple[TableSpec, ...], *, batch_per_rank: int = 256) -> Workload:
     """A workload without a dense part, so that HBM holds tables and buffers only."""
     return Workload(tables=specs, batch_per_rank=batch_per_rank, dense=DensePart())
+
+
+def plan_of_type(case: Case, ranks: int, hosts: int, kind: ShardingType) -> Plan:
+    """All tables of a training case under one sharding type, column shards as uneven as the type allows."""
+    topology = small_topology(ranks, hosts=hosts)
+    group = topology.host_ranks
+    planned = []
+    for index, table in enumerate(case.tables):
+        owner = index % ranks
+        match kind:
+            case ShardingType.COLUMN_WISE if table.dim % 16 == 0:
+                shards = ((owner, table.dim // 4), ((owner + 1) % ranks, table.dim - table.dim // 4))
+            case ShardingType.TABLE_COLUMN_WISE:
+                first = (index % hosts) * group
+                shards = tuple((first + column, table.dim // group) for column in range(group))
+            case ShardingType.GRID_SHARD if hosts > 1:
+                shards = tuple((host * group, table.dim // hosts) for host in reversed(range(hosts)))
+            case ShardingType.TABLE_ROW_WISE | ShardingType.GRID_SHARD:
+                shards = (((index % hosts) * group, table.dim),)
+            case ShardingType.DATA_PARALLEL | ShardingType.ROW_WISE:
+                shards = ((0, table.dim),)
+            case _:
+                shards = ((owner, table.dim),)
+        planned.append(
+            TablePlan(name=f"t{index}", rows=table.rows, dim=table.dim, kind=kind, column_shards=shards)
+        )
+    plan = Plan(topology=topology, row_group=group, tables=tuple(planned))
+    plan.check_complete()
+    return plan
