@@ -69,13 +69,20 @@ def test_quick_programs_on_sparsecore_at_the_size_of_a_criteo_step():
     check("v6e", [program.name for program in QUICK], "--ids", "262144", "--bags", "1703936")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x", "v5e"])
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param("v5e", marks=pytest.mark.slow),
+        pytest.param("v6e", marks=pytest.mark.slow),
+        pytest.param("v5p", marks=pytest.mark.long),
+        pytest.param("tpu7x", marks=pytest.mark.long),
+    ],
+)
 def test_representative_programs(chip):
     check(chip, REPRESENTATIVE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
 def test_a_larger_table_needs_no_larger_temporaries(chip):
     program = next(program for program in MATRIX if program.name == ELEMENT_BY_ELEMENT)

@@ -56,7 +56,14 @@ def test_unpooled_embeddings_on_the_emulated_device_keep_their_shapes_and_equal_
         )
 
 
-@pytest.mark.parametrize(("sharding", "ranks"), [("row_wise", 1), ("data_parallel", 1), ("table_wise", 2)])
+@pytest.mark.parametrize(
+    ("sharding", "ranks"),
+    [
+        ("row_wise", 1),
+        pytest.param("data_parallel", 1, marks=pytest.mark.long),
+        pytest.param("table_wise", 2, marks=pytest.mark.long),
+    ],
+)
 def test_every_size_is_foreseen_however_many_ids_a_batch_has(sharding: str, ranks: int) -> None:
     case = Case(small(sharding), steps=14, batch=32)
     longest = [8, 1, 40, 0, 60, 3]  # ids of a sample, at most

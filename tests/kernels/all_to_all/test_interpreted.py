@@ -25,7 +25,10 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize(
     "proof",
     [
-        pytest.param(proof, marks=[pytest.mark.slow] if proof.startswith(interpreted.SLOW) else [])
+        pytest.param(
+            proof,
+            marks=[getattr(pytest.mark, m) for m, of in interpreted.MARKS.items() if proof.startswith(of)],
+        )
         for proof in interpreted.PROOFS
     ],
 )

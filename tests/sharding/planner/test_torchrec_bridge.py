@@ -100,17 +100,23 @@ def test_every_type_and_the_solvers_plans_train_with_torchrecs_own_sharder(tmp_p
     _check(tmp_path, plans + _solver_plans(2, 1), 2, "cpu", False, sums)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     bool(requirements.problems()), reason=f"no emulated tpu device. Run: {requirements.INSTALL}"
 )
-@pytest.mark.parametrize(("world", "hosts"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "hosts"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.long),
+    ],
+)
 def test_the_solvers_plans_train_on_the_emulated_device(tmp_path: Path, world: int, hosts: int) -> None:
     plans = _solver_plans(world, hosts) if world > 1 else _solver_plans(1, 1)[:1]
     _check(tmp_path, plans, world, "tpu-emulated", True, SHORT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     bool(requirements.problems()), reason=f"no emulated tpu device. Run: {requirements.INSTALL}"
 )
