@@ -78,7 +78,7 @@ def _topology(runtime: Runtime, config: Config) -> Topology:
     name = config.sharding.topology
     if name is None and runtime.kind == "tpu":
         raise ConfigError("a run on TPUs needs sharding.topology, the slice it runs on, such as v6e:2x4")
-    topology = emulated(runtime.world_size) if name is None else parse_topology(name)
+    topology = parse_topology(name) if name else emulated(runtime.world_size, runtime.local_world_size)
     if topology.ranks != runtime.world_size:
         raise ConfigError(
             f"sharding.topology={name} has {topology.ranks} ranks but the run has {runtime.world_size}"

@@ -279,10 +279,13 @@ def slice_topology(chip_name: str, shape: tuple[int, ...], *, slices: int = 1) -
     return Topology(chip=chip, shape=shape, wrap=wrap, slices=slices, host_shape=host_shape)
 
 
-def emulated(ranks: int) -> Topology:
-    """`ranks` processes of one machine, priced as v6e chips in a row: to try plans without a TPU."""
+def emulated(ranks: int, host_ranks: int | None = None) -> Topology:
+    """`ranks` processes, priced as v6e chips in a row: to try plans without a TPU.
+
+    host_ranks: processes of each machine, a divisor of `ranks`; None: all are on one.
+    """
     chip = dataclasses.replace(CHIPS["v6e"], name="emulated", mesh_axes=1)
-    return Topology(chip=chip, shape=(ranks,), wrap=(False,), slices=1, host_shape=(ranks,))
+    return Topology(chip=chip, shape=(ranks,), wrap=(False,), slices=1, host_shape=(host_ranks or ranks,))
 
 
 def slice_shapes(chip: Chip) -> list[tuple[int, ...]]:

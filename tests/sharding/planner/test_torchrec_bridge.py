@@ -186,3 +186,10 @@ def test_deduplicated_tables_are_priced_as_such(given: bool | list[str], expecte
     assert {table.name for table in work.tables if table.deduplicated} == expected
     planner = TpuEmbeddingShardingPlanner(emulated(2), batch_size=6, deduplicate=given)
     assert len(planner.make(Model(CASE), []).tables) == len(CASE.tables)
+
+
+def test_hosts_of_one_rank_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    planner = TpuEmbeddingShardingPlanner(emulated(2, host_ranks=1), batch_size=6)
+    plan = planner.make(Model(CASE), [])
+    assert plan.row_group == 1 and plan.topology.ranks == 2
