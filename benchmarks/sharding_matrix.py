@@ -44,17 +44,9 @@ from tests.sharding.test_sequence_and_vbe import (
     variable_cases,
 )
 from tests.sharding.test_training import check_equal
-from tests.sharding.training import Case, Table
+from tests.sharding.training import SHARDED, Case, Table
 
-TYPES = (
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-    "data_parallel",
-)
+TYPES = (*SHARDED, "data_parallel")
 VARIABLE, UNPOOLED = "variable_batch", "unpooled"
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 

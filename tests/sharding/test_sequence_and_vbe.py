@@ -10,7 +10,7 @@ import torch
 
 from tests.sharding import training
 from tests.sharding.ranks import on_ranks
-from tests.sharding.training import Case, Table
+from tests.sharding.training import SHARDED, Case, Table
 
 MODULE = "tests.sharding.sequence_and_vbe"
 
@@ -54,9 +54,6 @@ def test_sequences_equal_unsharded_training(world: int) -> None:
         check_sequences(case, [rank[index] for rank in results])
 
 
-VARIABLE = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard")
-
-
 def variable_cases() -> list[Case]:
     return [
         Case(
@@ -67,7 +64,7 @@ def variable_cases() -> list[Case]:
             ),
             deduplicate=deduplicate,
         )
-        for kind in VARIABLE
+        for kind in SHARDED
         for deduplicate in (False, True)
     ]
 

@@ -16,6 +16,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+SHARDED = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
+
 
 @dataclass(frozen=True)
 class Table:
